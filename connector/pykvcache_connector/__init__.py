@@ -1,0 +1,1 @@
+"""py-kvcache inside vLLM: keeps KV blocks on disk through vLLM's KV Offload interface."""

@@ -1,0 +1,1 @@
+"""The half of the connector in the scheduler's process: decides, never blocks, sees no bytes."""

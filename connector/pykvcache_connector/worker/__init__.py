@@ -1,0 +1,1 @@
+"""The half of the connector in each worker's process: moves bytes, decides nothing."""

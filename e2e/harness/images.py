@@ -1,0 +1,160 @@
+"""The product's images, built from the Dockerfile as it is, and only when something that goes into them changed.
+
+With docker where its daemon answers, else with buildah; then the base image is a minimal Debian that debootstrap makes
+once, since there need not be a way to a registry. The result is an archive in the cache that containerd can import.
+"""
+
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from functools import cache as remember
+from pathlib import Path
+
+from harness.binaries import locked, make_once, require
+from harness.settings import REPOSITORY
+from harness.waiting import stage
+
+TARGETS = ("operator", "sidecar", "connector", "bench")
+PREFIX = "localhost/pykvcache/"
+STORED_MAX = 60  # images, named or steps of builds, in buildah's store; about 5 GB, since steps share what they can
+KEPT = 2  # archives of each target that stay in the cache
+INPUTS = ("Dockerfile", ".dockerignore", "pyproject.toml", "README.md", "LICENSE", "*/pykvcache_*/**/*")
+
+BASE = "localhost/pykvcache/base:bookworm-2"  # the number changes with what is below
+SUITE = "bookworm"
+PACKAGES = "python3,python3-venv,ca-certificates"
+UNNEEDED = (
+    "usr/share/doc",
+    "usr/share/man",
+    "usr/share/locale",
+    "usr/share/info",
+    "var/lib/apt/lists",
+    "var/cache/apt",
+)
+# pip inside a build finds certificates and its index where pip outside does.
+HOST_FILES = ("/etc/ssl/certs", "/etc/pip.conf")
+
+
+@remember
+def source_key() -> str:
+    """Return a hash of everything that goes into images."""
+    digest = hashlib.sha256(BASE.encode())
+    for pattern in INPUTS:
+        for path in sorted(REPOSITORY.glob(pattern)):
+            if path.is_file() and "__pycache__" not in path.parts:
+                digest.update(f"{path.relative_to(REPOSITORY)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def local_name(target: str) -> str:
+    """Return what an image built here is called."""
+    return f"{PREFIX}{target}:{source_key()}"
+
+
+def build(target: str, cache: Path) -> Path:
+    """Return the archive with the image `local_name(target)`, built unless the cache has it.
+
+    Raises:
+        ValueError: there is no such target.
+        MissingError: neither docker nor buildah is there.
+        RuntimeError: the build failed; with the end of its output.
+    """
+    if target not in TARGETS:
+        raise ValueError(f"no image {target}; there are {', '.join(TARGETS)}")
+    folder = cache / "images" / f"{target}-{source_key()}"
+
+    def make(scratch: Path) -> None:
+        with stage(f"image {target} built"), locked(cache / ".images.lock"):
+            if has_docker():
+                _build_with_docker(target, scratch / "image.tar")
+            else:
+                _build_with_buildah(target, scratch / "image.tar", cache)
+
+    archive = make_once(folder, make) / "image.tar"
+    _prune(folder)
+    return archive
+
+
+def push(target: str, cache: Path, *, registry: str) -> str:
+    """Build an image, push it to a registry where docker or buildah is logged in, and return its name there."""
+    archive, name = build(target, cache), f"{registry}/pykvcache-{target}:{source_key()}"
+    if has_docker():
+        _run(["docker", "load", "--input", str(archive)])
+        _run(["docker", "tag", local_name(target), name])
+        _run(["docker", "push", "--quiet", name])
+    else:
+        _run([*_store(cache), "push", "--quiet", local_name(target), f"docker://{name}"])
+    return name
+
+
+@remember
+def has_docker() -> bool:
+    """Whether a docker daemon answers."""
+    command = ["docker", "version", "--format", "{{.Server.Version}}"]
+    try:
+        return subprocess.run(command, capture_output=True, check=False, timeout=20).returncode == 0
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return False
+
+
+def _prune(folder: Path) -> None:
+    """Remove all but the newest archives of a target, and never the one in use."""
+    target = folder.name.rpartition("-")[0]
+    others = [path for path in folder.parent.glob(f"{target}-*") if path != folder]
+    for path in sorted(others, key=lambda path: path.stat().st_mtime, reverse=True)[KEPT - 1 :]:
+        shutil.rmtree(path)
+
+
+def _build_with_docker(target: str, archive: Path) -> None:
+    _run(["docker", "build", "--target", target, "--tag", local_name(target), str(REPOSITORY)])
+    _run(["docker", "save", "--output", str(archive), local_name(target)])
+
+
+def _build_with_buildah(target: str, archive: Path, cache: Path) -> None:
+    require("buildah", "debootstrap")
+    store = _store(cache)
+    _bound(store)
+    if BASE not in _run([*store, "images", "--format", "{{.Name}}:{{.Tag}}"]).split():
+        with stage("base image made"):
+            _make_base(store)
+    volumes = [f"--volume={path}:{path}:ro" for path in HOST_FILES if Path(path).exists()]
+    command = [*store, "build", "--isolation=chroot", "--network=host", "--pull-never", "--layers", *volumes]
+    _run([*command, f"--build-arg=BASE={BASE}", f"--target={target}", f"--tag={local_name(target)}", str(REPOSITORY)])
+    # Not as oci-archive: that is compressed, for many seconds, and unpacked at once.
+    _run([*store, "push", "--quiet", local_name(target), f"docker-archive:{archive}:{local_name(target)}"])
+
+
+def _store(cache: Path) -> list[str]:
+    """Return buildah with a store of our own; overlay, because vfs copies a whole image for every step."""
+    store = cache / "buildah"
+    return ["buildah", f"--root={store}/root", f"--runroot={store}/run", "--storage-driver=overlay"]
+
+
+def _bound(store: list[str]) -> None:
+    """Remove all steps of earlier builds once there are too many; the next build then takes a minute longer."""
+    if len(_run([*store, "images", "--all", "--quiet"]).split()) > STORED_MAX:
+        names = _run([*store, "images", "--format", "{{.Name}}:{{.Tag}}"]).split()
+        old = [name for name in names if name != BASE and "<none>" not in name]
+        if old:
+            _run([*store, "rmi", "--force", *old])
+        _run([*store, "rmi", "--prune", "--force"])
+
+
+def _make_base(store: list[str]) -> None:
+    with tempfile.TemporaryDirectory(prefix="base-", dir="/var/tmp") as scratch:
+        root = Path(scratch, "root")
+        _run(["debootstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, str(root)])
+        for path in UNNEEDED:
+            shutil.rmtree(root / path)
+        container = _run([*store, "from", "scratch"]).strip()
+        _run([*store, "copy", "--quiet", container, f"{root}/.", "/"])
+        _run([*store, "commit", "--quiet", "--rm", container, BASE])
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        output = "\n".join((done.stdout + done.stderr).splitlines()[-60:])
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{output}")
+    return done.stdout

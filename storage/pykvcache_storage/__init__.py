@@ -1,0 +1,1 @@
+"""Blocks as files on a disk. Knows neither vLLM nor torch nor any policy."""

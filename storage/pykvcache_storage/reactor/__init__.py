@@ -1,0 +1,1 @@
+"""One thread, one ring: all reads and writes of block files."""

@@ -1,0 +1,90 @@
+"""Settings for every suite, and fixtures that tests of several parts use."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# No deadline for one example: on a busy machine it fails what is right; pytest-timeout stops what hangs.
+settings.register_profile("project", deadline=None, print_blob=True)
+settings.load_profile("project")
+
+StartPython = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start_python() -> Iterator[StartPython]:
+    """Return a function that runs Python code in a process of its own; what still runs at the end is killed."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(code: str, *arguments: object, user: int | None = None) -> "subprocess.Popen[str]":
+        if user is not None:
+            code = f"import os; os.setgroups([]); os.setgid({user}); os.setuid({user})\n{code}"
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+class Mounts:
+    """Mount points that are gone at the end, whatever is mounted there; where mounts are not allowed, tests skip."""
+
+    def __init__(self) -> None:
+        self._places: list[Path] = []
+
+    def tmpfs(self, place: Path, *, size: str = "8m") -> None:
+        """Mount an empty tmpfs."""
+        self._mount(place, "-t", "tmpfs", "-o", f"size={size}", "none")
+
+    def image(self, image: Path, place: Path) -> None:
+        """Mount the filesystem in a file by a loop device."""
+        self._mount(place, "-o", "loop", image)
+
+    def bind(self, source: Path, place: Path) -> None:
+        """Show a directory under another path."""
+        self._mount(place, "--bind", source)
+
+    def unmount(self, place: Path) -> None:
+        """Unmount a disk that nobody may be using."""
+        subprocess.run(["umount", place], check=True)
+
+    def detach(self, place: Path) -> None:
+        """Take a disk away, whoever is using it."""
+        subprocess.run(["umount", "-l", place], check=True)
+
+    def remount(self, place: Path, option: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{option}", place], check=True)
+
+    def _mount(self, place: Path, *arguments: object) -> None:
+        place.mkdir(exist_ok=True)
+        result = subprocess.run(["mount", *map(str, arguments), place], capture_output=True, check=False)
+        if result.returncode:
+            pytest.skip(f"mounts are not allowed here: {result.stderr.decode().strip()}")
+        self._places.append(place)
+
+    def close(self) -> None:
+        for place in self._places:
+            while subprocess.run(["umount", "-l", place], capture_output=True, check=False).returncode == 0:
+                continue
+
+
+@pytest.fixture
+def mounts() -> Iterator[Mounts]:
+    with contextlib.closing(Mounts()) as places:
+        yield places
