@@ -16,7 +16,8 @@ from pykvcache_contract.names import (
     POOL_KIND,
     POOL_LABEL_READY,
 )
-from pykvcache_operator.resources import POOL_LABEL, POOL_UID_LABEL, Notice
+from pykvcache_contract.names import POOL_NAME_LABEL
+from pykvcache_operator.resources import POOL_UID_LABEL, Notice
 from pykvcache_operator.shared import claim_name
 
 EVENT_NAMESPACE = "default"
@@ -56,7 +57,7 @@ def claim(pool: KVCachePool, namespace: str) -> Document:
     """
     storage = pool.spec.storage
     labels = {
-        POOL_LABEL: pool.name,
+        POOL_NAME_LABEL: pool.name,
         POOL_UID_LABEL: pool.metadata.uid,
         "app.kubernetes.io/managed-by": OPERATOR_FIELD_MANAGER,
     }

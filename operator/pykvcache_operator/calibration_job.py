@@ -22,7 +22,8 @@ from pykvcache_contract.calibration import (
     plain_text,
 )
 from pykvcache_contract.names import API_GROUP, API_VERSION, DRIVER_NAME, POOL_ATTRIBUTE, POOL_KIND
-from pykvcache_operator.resources import POOL_LABEL, POOL_UID_LABEL
+from pykvcache_contract.names import POOL_NAME_LABEL
+from pykvcache_operator.resources import POOL_UID_LABEL
 
 COMPONENT = "calibration"
 COMPONENT_LABELS = {"app.kubernetes.io/name": "py-kvcache", "app.kubernetes.io/component": COMPONENT}
@@ -152,7 +153,7 @@ def build_job(pool: KVCachePool, start: StartJob, settings: JobSettings) -> Docu
         "metadata": {
             "name": job_name(pool.metadata.uid, start),
             "namespace": settings.namespace,
-            "labels": {**COMPONENT_LABELS, **uid_label, POOL_LABEL: pool.name},
+            "labels": {**COMPONENT_LABELS, **uid_label, POOL_NAME_LABEL: pool.name},
             "annotations": {
                 NODE_ANNOTATION: start.node,
                 KEY_ANNOTATION: start.key,

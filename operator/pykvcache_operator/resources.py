@@ -12,9 +12,8 @@ from pykvcache_contract.api.node import KVCacheNode
 from pykvcache_contract.api.pool import KVCachePool, PoolStatus
 from pykvcache_contract.api.quantities import parse_quantity
 
-POOL_LABEL = "pykvcache.io/pool"
-"""On claims and Jobs made for a pool: its name."""
 POOL_UID_LABEL = "pykvcache.io/pool-uid"
+"""On claims and Jobs made for a pool."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,14 @@ class Sharing(Enum):
     POOL = "Pool"
 
 
+class Library(Enum):
+    """How the connector reaches the image of vLLM."""
+
+    INIT_CONTAINER = "InitContainer"
+    IMAGE_VOLUME = "ImageVolume"
+    NONE = "None"
+
+
 class DeletionPolicy(Enum):
     """What happens to the data of a deleted pool."""
 
@@ -282,6 +290,41 @@ class NamespaceSelector:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """spec.memory"""
+
+    staging_bytes: int = field(
+        default=2**30,
+        metadata=says(
+            "Host memory of each vLLM worker (one per GPU) between disk and GPU: a hard limit, which counts to the "
+            "memory limit of vLLM's container. A pod may have another by the annotation pykvcache.io/staging.",
+            form=Form.QUANTITY,
+            minimum=2**24,
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Injection:
+    """spec.injection"""
+
+    library: Library = field(
+        default=Library.INIT_CONTAINER,
+        metadata=says(
+            "How the connector reaches the image of vLLM. InitContainer: an init container copies it. ImageVolume: the "
+            "connector's image is mounted; needs a container runtime that can (containerd 2.1, CRI-O 1.31). None: the "
+            "image has it already. A pod may choose otherwise by the annotation pykvcache.io/library."
+        ),
+    )
+    block_tokens: int = field(
+        default=256,
+        metadata=says(
+            "Tokens of one stored block; rounded up to a multiple of vLLM's own block size.", minimum=1, maximum=65536
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
     """spec"""
 
@@ -342,6 +385,10 @@ class PoolSpec:
             "namespace. Required with sharing Pool and with storageClassName."
         ),
     )
+    memory: Memory = field(default_factory=Memory, metadata=says("Memory that vLLM pods spend on the pool."))
+    injection: Injection = field(
+        default_factory=Injection, metadata=says("How pods labelled pykvcache.io/pool=<this pool> get the cache.")
+    )
     deletion_policy: DeletionPolicy = field(
         default=DeletionPolicy.DELETE,
         metadata=says(
@@ -383,6 +430,14 @@ class PoolStatus:
     read_bytes_per_second: ReadRange | None = field(
         default=None, metadata=says("Measured read bandwidth of the calibrated nodes; absent: none is calibrated.")
     )
+    injected_pods: int = field(default=0, metadata=says("Pods labelled for this pool that have the cache.", minimum=0))
+    skipped_pods: int = field(
+        default=0,
+        metadata=says("Labelled pods that go without, for a reason that stands in their annotation.", minimum=0),
+    )
+    missed_pods: int = field(
+        default=0, metadata=says("Labelled pods that the webhook did not see, and that go without.", minimum=0)
+    )
     failing_nodes: tuple[FailingNode, ...] = field(
         default=(),
         metadata=says(
@@ -396,8 +451,8 @@ class PoolStatus:
         metadata=says(
             "Ready: pods can use the pool. NodesReady: on all desired nodes. CapacityOK: no node's disk is too full "
             "for its capacity. Calibrated: all ready nodes have a valid measurement. IOUringAvailable: on all ready "
-            "nodes. Degraded: it works, but not everywhere or not fully. Deleting: deletion is under way, and what it "
-            "waits for.",
+            "nodes. InjectionHealthy: the webhook saw every labelled pod. Degraded: it works, but not everywhere or not "
+            "fully. Deleting: deletion is under way, and what it waits for.",
             max_items=16,
             map_key="type",
         ),

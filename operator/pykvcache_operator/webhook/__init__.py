@@ -1,0 +1,1 @@
+"""The admission webhook: a server of its own, stateless, around `injection.inject`."""
