@@ -15,8 +15,8 @@ from pykvcache_contract.names import (
     OPERATOR_FIELD_MANAGER,
     POOL_KIND,
     POOL_LABEL_READY,
+    POOL_NAME_LABEL,
 )
-from pykvcache_contract.names import POOL_NAME_LABEL
 from pykvcache_operator.resources import POOL_UID_LABEL, Notice
 from pykvcache_operator.shared import claim_name
 

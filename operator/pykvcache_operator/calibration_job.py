@@ -21,8 +21,7 @@ from pykvcache_contract.calibration import (
     decode_calibration,
     plain_text,
 )
-from pykvcache_contract.names import API_GROUP, API_VERSION, DRIVER_NAME, POOL_ATTRIBUTE, POOL_KIND
-from pykvcache_contract.names import POOL_NAME_LABEL
+from pykvcache_contract.names import API_GROUP, API_VERSION, DRIVER_NAME, POOL_ATTRIBUTE, POOL_KIND, POOL_NAME_LABEL
 from pykvcache_operator.resources import POOL_UID_LABEL
 
 COMPONENT = "calibration"

@@ -32,7 +32,7 @@ class InjectionSettings:
     sidecar_resources: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Skip(Exception):  # noqa: N818 - not an error: the pod goes without
+class Skip(Exception):
     """Raised inside injection to leave a pod without the cache."""
 
     def __init__(self, reason: SkipReason, message: str) -> None:
@@ -40,7 +40,7 @@ class Skip(Exception):  # noqa: N818 - not an error: the pod goes without
         self.reason, self.message = reason, message
 
 
-class Reject(Exception):  # noqa: N818
+class Reject(Exception):
     """Raised inside injection when the pod itself asks to be refused rather than run without the cache."""
 
 
