@@ -8,6 +8,10 @@ class SkipReason(Enum):
 
     POOL_NOT_FOUND = ("PoolNotFound", "There is no KVCachePool of that name.")
     POOL_DELETED = ("PoolDeleted", "The pool is being deleted.")
+    POOL_UNREADABLE = (
+        "PoolUnreadable",
+        "The pool is of another version of py-kvcache than the webhook. Upgrade the one that is older.",
+    )
     POOL_NOT_READY = ("PoolNotReady", "The pod would wait for a volume that is not there: a claim is missing.")
     NAMESPACE_NOT_ALLOWED = ("NamespaceNotAllowed", "The pool's allowedNamespaces does not admit the pod's namespace.")
     POD_SECURITY = (
@@ -25,6 +29,10 @@ class SkipReason(Enum):
     BAD_ANNOTATION = ("BadAnnotation", "An annotation of ours has a value that cannot be used.")
     NAME_TAKEN = ("NameTaken", "The pod has a container, volume or mount path of its own that we need.")
     UNSUPPORTED_POD = ("UnsupportedPod", "The pod cannot have it: Windows, or a pod that we cannot read.")
+    WEBHOOK_STARTING = (
+        "WebhookStarting",
+        "The webhook had just started and had not read the pools yet. A pod made again gets the cache.",
+    )
     ERROR = ("Error", "A defect of ours; the log of the webhook has it. The pod is as it was.")
 
     def __init__(self, word: str, meaning: str) -> None:
