@@ -15,10 +15,14 @@ from pykvcache_contract.metrics import (
     OTHER,
     POOL_STATES,
     RECONCILE_RESULTS,
+    RELOAD_RESULTS,
     REQUEST_VERBS,
     SIDECAR_METRICS,
     STORE_FAILURES,
     WATCHED,
+    WEBHOOK_METRICS,
+    WEBHOOK_RESULTS,
+    WEBHOOK_WATCHED,
     Metric,
 )
 from pykvcache_contract.units import format_size
@@ -151,7 +155,30 @@ Served by `pykvcache-operator run` under /metrics. A process that waits for the 
 `time() - min(pykvcache_operator_last_watch_event_timestamp_seconds) > 360` |
 | which pools are missing on nodes | `pykvcache_operator_pool_nodes_ready < pykvcache_operator_pool_nodes_desired` |
 | do pools not come to rest | `rate(pykvcache_operator_reconcile_total{{result="error"}}[10m]) > 0` |
+
+## Webhook
+
+Served by `pykvcache-operator webhook` under /metrics, by each replica for the reviews that it got. Pods that no webhook
+saw are counted by the operator.
+
+{webhook_sections}
+{webhook_labels}
+
+| question | PromQL |
+|---|---|
+| why do labelled pods go without the cache | \
+`sum by (reason) (increase(pykvcache_webhook_requests_total{{result="skipped"}}[1h])) > 0` |
+| is there a defect of ours | `increase(pykvcache_webhook_requests_total{{result="error"}}[1h]) > 0` |
+| does the certificate end within three days | \
+`pykvcache_webhook_certificate_expiry_timestamp_seconds - time() < 259200` |
+| how long do pods wait for it (99th percentile) | \
+`histogram_quantile(0.99, sum by (le) (rate(pykvcache_webhook_duration_seconds_bucket[5m])))` |
 """
+
+WEBHOOK_LABELS = (
+    "The label `result` has the values {results}; `reason` those of [injection.md](injection.md). The label `result` of "
+    "reloads has the values {reloads}; `resource` {resources}."
+)
 
 OPERATOR_LABELS = "The label `resource` has the values {resources}; `verb` the values {verbs}; `result` {results}."
 
@@ -215,6 +242,12 @@ def _metrics() -> str:
         operator_sections=_table(OPERATOR_METRICS),
         operator_labels=OPERATOR_LABELS.format(
             resources=_values(WATCHED), verbs=_values(REQUEST_VERBS), results=_values(RECONCILE_RESULTS)
+        ),
+        webhook_sections=_table(WEBHOOK_METRICS),
+        webhook_labels=WEBHOOK_LABELS.format(
+            results=_values(tuple(dict.fromkeys(result for result, _ in WEBHOOK_RESULTS))),
+            reloads=_values(RELOAD_RESULTS),
+            resources=_values(WEBHOOK_WATCHED),
         ),
     )
 

@@ -6,7 +6,14 @@ Conventions: base units, `_total` on counters, few label values known beforehand
 from dataclasses import dataclass
 from enum import Enum
 
-from pykvcache_contract.names import METRIC_PREFIX, NODE_METRIC_PREFIX, OPERATOR_METRIC_PREFIX, POOL_METRIC_PREFIX
+from pykvcache_contract.injection import SkipReason
+from pykvcache_contract.names import (
+    METRIC_PREFIX,
+    NODE_METRIC_PREFIX,
+    OPERATOR_METRIC_PREFIX,
+    POOL_METRIC_PREFIX,
+    WEBHOOK_METRIC_PREFIX,
+)
 
 
 class Kind(Enum):
@@ -343,3 +350,65 @@ OPERATOR_METRICS: tuple[Metric, ...] = (
     POOL_NODES_DESIRED,
 )
 """Served by `pykvcache-operator run` on its own /metrics."""
+
+
+# ---- the webhook ----
+
+SKIPPED = "skipped"
+WEBHOOK_RESULTS = (
+    *((result, "") for result in ("injected", "unchanged", "rejected", "malformed")),
+    *((SKIPPED, reason.word) for reason in SkipReason if reason is not SkipReason.ERROR),
+    ("error", SkipReason.ERROR.word),
+)
+RELOAD_RESULTS = ("success", "error")
+WEBHOOK_WATCHED = ("kvcachepools", "namespaces")
+
+WEBHOOK_REQUESTS = Metric(
+    WEBHOOK_METRIC_PREFIX + "requests_total",
+    Kind.COUNTER,
+    "Reviews of pods answered, by what became of the pod; `reason` of those that go without the cache.",
+    ("result", "reason"),
+    WEBHOOK_RESULTS,
+)
+WEBHOOK_DURATION = Metric(
+    WEBHOOK_METRIC_PREFIX + "duration_seconds",
+    Kind.HISTOGRAM,
+    "Time from the headers of a review to its answer, waiting for a pool that nobody knows yet included.",
+    initial_labels=((),),
+    buckets=_SECONDS,
+)
+CERTIFICATE_EXPIRY = Metric(
+    WEBHOOK_METRIC_PREFIX + "certificate_expiry_timestamp_seconds",
+    Kind.GAUGE,
+    "When the certificate in use ends, Unix time; no sample while there is none.",
+)
+CERTIFICATE_RELOADS = Metric(
+    WEBHOOK_METRIC_PREFIX + "certificate_reloads_total",
+    Kind.COUNTER,
+    "Certificates found and taken into use, or found and of no use.",
+    ("result",),
+    _single(RELOAD_RESULTS),
+)
+WEBHOOK_WATCH_EVENT = Metric(
+    WEBHOOK_METRIC_PREFIX + "last_watch_event_timestamp_seconds",
+    Kind.GAUGE,
+    "When the API server last told anything about a kind of object; Unix time.",
+    ("resource",),
+)
+WEBHOOK_POOLS = Metric(
+    WEBHOOK_METRIC_PREFIX + "pools",
+    Kind.GAUGE,
+    "Pools that the webhook knows, by whether it can read them.",
+    ("readable",),
+    (("true",), ("false",)),
+)
+
+WEBHOOK_METRICS: tuple[Metric, ...] = (
+    WEBHOOK_REQUESTS,
+    WEBHOOK_DURATION,
+    CERTIFICATE_EXPIRY,
+    CERTIFICATE_RELOADS,
+    WEBHOOK_WATCH_EVENT,
+    WEBHOOK_POOLS,
+)
+"""Served by `pykvcache-operator webhook` on its own /metrics."""

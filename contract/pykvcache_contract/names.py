@@ -8,6 +8,7 @@ POOL_METRIC_PREFIX = "pykvcache_pool_"
 NODE_METRIC_PREFIX = "pykvcache_node_"
 """What the node agent serves about its node."""
 OPERATOR_METRIC_PREFIX = "pykvcache_operator_"
+WEBHOOK_METRIC_PREFIX = "pykvcache_webhook_"
 
 CONNECTOR_CLASS = "PyKVCacheConnector"
 CONNECTOR_MODULE = "pykvcache_connector.connector"

@@ -11,21 +11,29 @@ from pykvcache_contract.metrics import (
     NODE_METRICS,
     OPERATOR_METRICS,
     SIDECAR_METRICS,
+    WEBHOOK_METRICS,
     VLLM_LABELS,
     Kind,
     Metric,
 )
-from pykvcache_contract.names import METRIC_PREFIX, NODE_METRIC_PREFIX, OPERATOR_METRIC_PREFIX, POOL_METRIC_PREFIX
+from pykvcache_contract.names import (
+    METRIC_PREFIX,
+    NODE_METRIC_PREFIX,
+    OPERATOR_METRIC_PREFIX,
+    POOL_METRIC_PREFIX,
+    WEBHOOK_METRIC_PREFIX,
+)
 
-MAX_SERIES = 16
+MAX_SERIES = 24
 """Most label combinations of one metric that exist from the start."""
 LABELS = {"rank", "tier", "reason", "operation", "ring", "direct_io", "publish", "model", "fingerprint", "state"}
-LABELS |= {"pool", "ready", "resource", "result", "verb"}
+LABELS |= {"pool", "readable", "ready", "resource", "result", "verb"}
 TABLES = {
     METRIC_PREFIX: CONNECTOR_METRICS,
     POOL_METRIC_PREFIX: SIDECAR_METRICS,
     NODE_METRIC_PREFIX: NODE_METRICS,
     OPERATOR_METRIC_PREFIX: OPERATOR_METRICS,
+    WEBHOOK_METRIC_PREFIX: WEBHOOK_METRICS,
 }
 ALL_METRICS = tuple(metric for table in TABLES.values() for metric in table)
 
