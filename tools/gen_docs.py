@@ -176,8 +176,8 @@ saw are counted by the operator.
 """
 
 WEBHOOK_LABELS = (
-    "The label `result` has the values {results}; `reason` those of [injection.md](injection.md). The label `result` of "
-    "reloads has the values {reloads}; `resource` {resources}."
+    "The label `result` has the values {results}; `reason` those of [injection.md](injection.md). Of reloads `result` is "
+    "{reloads}; `resource` is {resources}."
 )
 
 OPERATOR_LABELS = "The label `resource` has the values {resources}; `verb` the values {verbs}; `result` {results}."

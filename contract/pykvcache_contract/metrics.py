@@ -400,7 +400,6 @@ WEBHOOK_POOLS = Metric(
     Kind.GAUGE,
     "Pools that the webhook knows, by whether it can read them.",
     ("readable",),
-    (("true",), ("false",)),
 )
 
 WEBHOOK_METRICS: tuple[Metric, ...] = (
