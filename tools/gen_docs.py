@@ -13,12 +13,14 @@ from pykvcache_contract.metrics import (
     NODE_METRICS,
     OPERATOR_METRICS,
     OTHER,
+    POD_EVENT_RESULTS,
     POOL_STATES,
     RECONCILE_RESULTS,
     RELOAD_RESULTS,
     REQUEST_VERBS,
     SIDECAR_METRICS,
     STORE_FAILURES,
+    UNKNOWN_POOL,
     WATCHED,
     WEBHOOK_METRICS,
     WEBHOOK_RESULTS,
@@ -176,11 +178,16 @@ saw are counted by the operator.
 """
 
 WEBHOOK_LABELS = (
-    "The label `result` has the values {results}; `reason` those of [injection.md](injection.md). Of reloads `result` is "
+    "The label `result` has the values {results}; `reason` those of [injection.md](injection.md). Of reloads it is "
     "{reloads}; `resource` is {resources}."
 )
 
-OPERATOR_LABELS = "The label `resource` has the values {resources}; `verb` the values {verbs}; `result` {results}."
+OPERATOR_LABELS = (
+    "The label `resource` has the values {resources}; `verb` the values {verbs}; `result` {results}, of Events about "
+    "pods {events}. `reason` is one of the words in [injection.md](injection.md). Pods labelled for a pool that does "
+    "not exist are counted as `pool={unknown}`. What is told about pods has samples while the operator follows them "
+    "(`--follow-pods`)."
+)
 
 POOL_LABELS = (
     "The label `fingerprint` is the first 12 digits; the {count} fingerprints with most bytes have series of their own,"
@@ -241,7 +248,11 @@ def _metrics() -> str:
         node_sections=_table(NODE_METRICS),
         operator_sections=_table(OPERATOR_METRICS),
         operator_labels=OPERATOR_LABELS.format(
-            resources=_values(WATCHED), verbs=_values(REQUEST_VERBS), results=_values(RECONCILE_RESULTS)
+            resources=_values(WATCHED),
+            verbs=_values(REQUEST_VERBS),
+            results=_values(RECONCILE_RESULTS),
+            events=_values(POD_EVENT_RESULTS),
+            unknown=UNKNOWN_POOL,
         ),
         webhook_sections=_table(WEBHOOK_METRICS),
         webhook_labels=WEBHOOK_LABELS.format(

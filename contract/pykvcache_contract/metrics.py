@@ -297,7 +297,18 @@ NODE_METRICS: tuple[Metric, ...] = (
 # ---- the operator ----
 
 RECONCILE_RESULTS = ("success", "error")
-WATCHED = ("kvcachepools", "kvcachenodes", "nodes", "jobs", "pods", "namespaces", "persistentvolumeclaims")
+LABELLED_PODS = "labelledpods"
+"""Pods of users that are labelled for a pool; `pods` are those of calibration Jobs."""
+WATCHED = (
+    "kvcachepools",
+    "kvcachenodes",
+    "nodes",
+    "jobs",
+    "pods",
+    LABELLED_PODS,
+    "namespaces",
+    "persistentvolumeclaims",
+)
 REQUEST_VERBS = ("get", "list", "watch", "create", "update", "patch", "apply", "delete")
 
 
@@ -338,6 +349,25 @@ KNOWN_POOLS = _operator_gauge("pools", "Pools, by the status of their condition 
 POOL_NODES_READY = _operator_gauge("pool_nodes_ready", "Nodes on which a pool is ready.", ("pool",))
 POOL_NODES_DESIRED = _operator_gauge("pool_nodes_desired", "Nodes that should have a pool.", ("pool",))
 
+UNKNOWN_POOL = "(unknown)"
+"""Value of the label `pool` for pods whose label names none, for it may say anything; no pool can be named so."""
+POD_EVENT_RESULTS = ("posted", "known", "dropped", "failed")
+INJECTED_PODS = _operator_gauge("injected_pods", "Labelled pods that have the cache.", ("pool",))
+SKIPPED_PODS = _operator_gauge(
+    "skipped_pods", "Labelled pods that go without, by the reason in their annotation.", ("reason",)
+)
+MISSED_PODS = _operator_gauge(
+    "missed_pods", "Labelled pods that went past the webhook and go without the cache.", ("pool",)
+)
+POD_EVENTS = Metric(
+    OPERATOR_METRIC_PREFIX + "pod_events_total",
+    Kind.COUNTER,
+    "Events about pods that go without the cache: posted, known from before, dropped because there were too many at "
+    "once, or refused by the API server.",
+    ("result",),
+    _single(POD_EVENT_RESULTS),
+)
+
 OPERATOR_METRICS: tuple[Metric, ...] = (
     RECONCILES,
     RECONCILE_DURATION,
@@ -348,6 +378,10 @@ OPERATOR_METRICS: tuple[Metric, ...] = (
     KNOWN_POOLS,
     POOL_NODES_READY,
     POOL_NODES_DESIRED,
+    INJECTED_PODS,
+    SKIPPED_PODS,
+    MISSED_PODS,
+    POD_EVENTS,
 )
 """Served by `pykvcache-operator run` on its own /metrics."""
 

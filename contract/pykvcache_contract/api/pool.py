@@ -451,8 +451,8 @@ class PoolStatus:
         metadata=says(
             "Ready: pods can use the pool. NodesReady: on all desired nodes. CapacityOK: no node's disk is too full "
             "for its capacity. Calibrated: all ready nodes have a valid measurement. IOUringAvailable: on all ready "
-            "nodes. InjectionHealthy: the webhook saw every labelled pod. Degraded: it works, but not everywhere or not "
-            "fully. Deleting: deletion is under way, and what it waits for.",
+            "nodes. InjectionHealthy: the webhook saw every labelled pod. Degraded: it works, but not everywhere or "
+            "not fully. Deleting: deletion is under way, and what it waits for.",
             max_items=16,
             map_key="type",
         ),
@@ -461,16 +461,19 @@ class PoolStatus:
     capacity: str = field(init=False, metadata=says("For people: capacityBytes, such as 5.5 TiB."))
     used: str = field(init=False, metadata=says("For people: usedBytes."))
     read: str = field(init=False, metadata=says("For people: lowest measured read bandwidth, such as 3.1 GiB/s."))
+    pods: str = field(init=False, metadata=says("For people: injected/labelled pods, such as 8/10."))
 
     def __post_init__(self) -> None:
         """Derive the texts of `kubectl get`; what is unknown stays empty."""
         read = self.read_bytes_per_second
+        labelled = self.injected_pods + self.skipped_pods + self.missed_pods
         derive(
             self,
             nodes=f"{self.nodes_ready}/{self.nodes_desired}" if self.nodes_desired else "",
             capacity=format_size(self.capacity_bytes) if self.capacity_bytes else "",
             used=format_size(self.used_bytes) if self.capacity_bytes else "",
             read=f"{format_size(read.lowest)}/s" if read else "",
+            pods=f"{self.injected_pods}/{labelled}" if labelled else "",
         )
 
 
