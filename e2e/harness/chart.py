@@ -38,8 +38,8 @@ class Installation:
     def __init__(self, cluster: PodCluster, *, cache: Path) -> None:
         self.kubectl = cluster.kubectl
         self.helm = Helm(cache, cluster.kubeconfig, namespace=NAMESPACE)
-        self._values: dict[str, Any] = {"agent.kubeletDir": cluster.kubelet_root}
-        for target in ("operator", "sidecar"):
+        self._values: dict[str, Any] = {"agent.kubeletDir": cluster.kubelet_root, "webhook.replicas": 1}
+        for target in ("operator", "sidecar", "connector"):
             registry, _, name = cluster.image(target).rpartition("/")
             repository, _, tag = name.partition(":")
             self._values["images.registry"] = registry

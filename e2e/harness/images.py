@@ -72,7 +72,7 @@ def build(target: str, cache: Path) -> Path:
                 _build_with_buildah(target, scratch / "image.tar", cache)
 
     archive = make_once(folder, make) / "image.tar"
-    _prune(folder)
+    prune(folder, f"{target}-*")
     return archive
 
 
@@ -80,11 +80,11 @@ def push(target: str, cache: Path, *, registry: str) -> str:
     """Build an image, push it to a registry where docker or buildah is logged in, and return its name there."""
     archive, name = build(target, cache), f"{registry}/pykvcache-{target}:{source_key()}"
     if has_docker():
-        _run(["docker", "load", "--input", str(archive)])
-        _run(["docker", "tag", local_name(target), name])
-        _run(["docker", "push", "--quiet", name])
+        run(["docker", "load", "--input", str(archive)])
+        run(["docker", "tag", local_name(target), name])
+        run(["docker", "push", "--quiet", name])
     else:
-        _run([*_store(cache), "push", "--quiet", local_name(target), f"docker://{name}"])
+        run([*_store(cache), "push", "--quiet", local_name(target), f"docker://{name}"])
     return name
 
 
@@ -98,31 +98,30 @@ def has_docker() -> bool:
         return False
 
 
-def _prune(folder: Path) -> None:
-    """Remove all but the newest archives of a target, and never the one in use."""
-    target = folder.name.rpartition("-")[0]
-    others = [path for path in folder.parent.glob(f"{target}-*") if path != folder]
+def prune(folder: Path, pattern: str) -> None:
+    """Remove all but the newest archives beside one, and never that, which is in use."""
+    others = [path for path in folder.parent.glob(pattern) if path != folder]
     for path in sorted(others, key=lambda path: path.stat().st_mtime, reverse=True)[KEPT - 1 :]:
         shutil.rmtree(path)
 
 
 def _build_with_docker(target: str, archive: Path) -> None:
-    _run(["docker", "build", "--target", target, "--tag", local_name(target), str(REPOSITORY)])
-    _run(["docker", "save", "--output", str(archive), local_name(target)])
+    run(["docker", "build", "--target", target, "--tag", local_name(target), str(REPOSITORY)])
+    run(["docker", "save", "--output", str(archive), local_name(target)])
 
 
 def _build_with_buildah(target: str, archive: Path, cache: Path) -> None:
     require("buildah", "debootstrap")
     store = _store(cache)
     _bound(store)
-    if BASE not in _run([*store, "images", "--format", "{{.Name}}:{{.Tag}}"]).split():
+    if BASE not in run([*store, "images", "--format", "{{.Name}}:{{.Tag}}"]).split():
         with stage("base image made"):
             _make_base(store)
     volumes = [f"--volume={path}:{path}:ro" for path in HOST_FILES if Path(path).exists()]
     command = [*store, "build", "--isolation=chroot", "--network=host", "--pull-never", "--layers", *volumes]
-    _run([*command, f"--build-arg=BASE={BASE}", f"--target={target}", f"--tag={local_name(target)}", str(REPOSITORY)])
+    run([*command, f"--build-arg=BASE={BASE}", f"--target={target}", f"--tag={local_name(target)}", str(REPOSITORY)])
     # Not as oci-archive: that is compressed, for many seconds, and unpacked at once.
-    _run([*store, "push", "--quiet", local_name(target), f"docker-archive:{archive}:{local_name(target)}"])
+    run([*store, "push", "--quiet", local_name(target), f"docker-archive:{archive}:{local_name(target)}"])
 
 
 def _store(cache: Path) -> list[str]:
@@ -133,26 +132,27 @@ def _store(cache: Path) -> list[str]:
 
 def _bound(store: list[str]) -> None:
     """Remove all steps of earlier builds once there are too many; the next build then takes a minute longer."""
-    if len(_run([*store, "images", "--all", "--quiet"]).split()) > STORED_MAX:
-        names = _run([*store, "images", "--format", "{{.Name}}:{{.Tag}}"]).split()
+    if len(run([*store, "images", "--all", "--quiet"]).split()) > STORED_MAX:
+        names = run([*store, "images", "--format", "{{.Name}}:{{.Tag}}"]).split()
         old = [name for name in names if name != BASE and "<none>" not in name]
         if old:
-            _run([*store, "rmi", "--force", *old])
-        _run([*store, "rmi", "--prune", "--force"])
+            run([*store, "rmi", "--force", *old])
+        run([*store, "rmi", "--prune", "--force"])
 
 
 def _make_base(store: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="base-", dir="/var/tmp") as scratch:
         root = Path(scratch, "root")
-        _run(["debootstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, str(root)])
+        run(["debootstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, str(root)])
         for path in UNNEEDED:
             shutil.rmtree(root / path)
-        container = _run([*store, "from", "scratch"]).strip()
-        _run([*store, "copy", "--quiet", container, f"{root}/.", "/"])
-        _run([*store, "commit", "--quiet", "--rm", container, BASE])
+        container = run([*store, "from", "scratch"]).strip()
+        run([*store, "copy", "--quiet", container, f"{root}/.", "/"])
+        run([*store, "commit", "--quiet", "--rm", container, BASE])
 
 
-def _run(command: list[str]) -> str:
+def run(command: list[str]) -> str:
+    """Run a step of a build and return what it wrote; RuntimeError with the end of that if it failed."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         output = "\n".join((done.stdout + done.stderr).splitlines()[-60:])
