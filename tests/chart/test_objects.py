@@ -1,5 +1,6 @@
 """What the chart installs: well-formed, named and labelled alike, and with no more rights than the docs say."""
 
+import base64
 import json
 
 import pytest
@@ -16,11 +17,13 @@ CLUSTER_SCOPED = {
     "ClusterRoleBinding",
     "CSIDriver",
     "CustomResourceDefinition",
+    "MutatingWebhookConfiguration",
     "Namespace",
     "ValidatingAdmissionPolicy",
     "ValidatingAdmissionPolicyBinding",
 }
-MONITORING = ("--api-versions", "monitoring.coreos.com/v1")
+SERVED = ("--api-versions", "monitoring.coreos.com/v1", "--api-versions", "cert-manager.io/v1")
+CERTIFICATES = "webhook.certificates"
 COMBINATIONS = {
     "defaults": {},
     "no agent": {"agent.enabled": False},
@@ -28,6 +31,15 @@ COMBINATIONS = {
     "two operators": {"operator.replicas": 2},
     "network policies": {"networkPolicy.enabled": True, "networkPolicy.metricsFrom": [{"podSelector": {}}]},
     "network policies, no agent": {"networkPolicy.enabled": True, "agent.enabled": False},
+    "no webhook": {"webhook.enabled": False, "networkPolicy.enabled": True, "metrics.serviceMonitor.enabled": True},
+    "one webhook": {"webhook.replicas": 1, "webhook.namespaceSelector.matchLabels": {"team": "a"}},
+    "certificates of cert-manager": {f"{CERTIFICATES}.mode": "CertManager"},
+    "certificates of an issuer": {f"{CERTIFICATES}.mode": "CertManager", f"{CERTIFICATES}.issuerRef": {"name": "a"}},
+    "own certificate": {
+        f"{CERTIFICATES}.mode": "Secret",
+        f"{CERTIFICATES}.secretName": "mine",
+        f"{CERTIFICATES}.caBundle": "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n",
+    },
     "monitors": {"metrics.serviceMonitor.enabled": True, "metrics.podMonitor.enabled": True},
     "monitors, no agent": {"metrics.podMonitor.enabled": True, "agent.enabled": False},
     "labels everywhere": {"commonLabels": {"team": "a"}, "metrics.monitorLabels": {"release": "p"}},
@@ -35,6 +47,7 @@ COMBINATIONS = {
     "pull secrets": {"images.pullSecrets": ["a", "b"], "pool.create": True, "pool.spec": {"storage": {}}},
     "bare pods": {
         "metrics.scrapeAnnotations": False,
+        "webhook.nodeSelector": {"kubernetes.io/os": None},
         "operator.nodeSelector": {"kubernetes.io/os": None},
         "agent.nodeSelector": {"kubernetes.io/os": None},
         "agent.tolerations": [],
@@ -57,12 +70,12 @@ COMBINATIONS = {
 @pytest.fixture(scope="module", params=COMBINATIONS)
 def objects(request, rendered):
     values = {key: json.dumps(value) for key, value in COMBINATIONS[request.param].items()}
-    return rendered(values, *MONITORING)
+    return rendered(values, *SERVED)
 
 
 @pytest.fixture(scope="module")
 def everything(rendered):
-    return rendered({key: json.dumps(value) for key, value in COMBINATIONS["all"].items()}, *MONITORING)
+    return rendered({key: json.dumps(value) for key, value in COMBINATIONS["all"].items()}, *SERVED)
 
 
 def pod_spec(thing):
@@ -73,13 +86,21 @@ def with_pods(objects):
     return [row for row in objects if row["kind"] in {"Pod", "Job", "Deployment", "DaemonSet", "StatefulSet"}]
 
 
+def deployment(objects, name):
+    """Return the pod spec of one Deployment."""
+    (found,) = [row for row in objects if (row["kind"], row["metadata"]["name"]) == ("Deployment", name)]
+    return pod_spec(found)
+
+
 def unrestricted(spec):
     """Return what Pod Security `restricted`, and our own rule of a read-only root, find wrong with a pod."""
     pod = spec.get("securityContext", {})
     wrong = [key for key in ("hostNetwork", "hostPID", "hostIPC") if spec.get(key)]
     wrong += ["runs as root"] if not (pod.get("runAsNonRoot") and pod.get("runAsUser", 0)) else []
     wrong += ["seccomp"] if pod.get("seccompProfile", {}).get("type") != "RuntimeDefault" else []
-    wrong += [f"volume {row['name']}" for row in spec.get("volumes", []) if not {"configMap", "emptyDir"} & set(row)]
+    wrong += [
+        f"volume {row['name']}" for row in spec.get("volumes", []) if not {"configMap", "emptyDir", "secret"} & set(row)
+    ]
     for container in spec["containers"] + spec.get("initContainers", []):
         own = container.get("securityContext", {})
         wrong += ["privileges"] if own.get("privileged") or own.get("allowPrivilegeEscalation", True) else []
@@ -105,6 +126,7 @@ def test_every_object_says_its_namespace_and_its_part(objects):
             assert row["metadata"]["labels"]["app.kubernetes.io/name"] == "py-kvcache"
             assert row["metadata"]["labels"]["app.kubernetes.io/component"] in {
                 "operator",
+                "webhook",
                 "agent",
                 "chart",
                 "calibration",
@@ -115,12 +137,14 @@ def test_selectors_find_their_own_pods_only(objects):
     labels = {
         row["metadata"]["name"]: row["spec"]["template"]["metadata"]["labels"]
         for row in objects
-        if "template" in row.get("spec", {})
+        if row["kind"] in {"Deployment", "DaemonSet", "Job"}
     }
     for row in objects:
-        if row["kind"] in {"Deployment", "DaemonSet"}:
-            wanted = row["spec"]["selector"]["matchLabels"].items()
-            assert [row["metadata"]["name"]] == [name for name, found in labels.items() if wanted <= found.items()]
+        wanted = row.get("spec", {}).get("selector", {})
+        if row["kind"] in {"Deployment", "DaemonSet", "PodDisruptionBudget", "Service", "ServiceMonitor", "PodMonitor"}:
+            wanted = wanted.get("matchLabels", wanted).items()
+            found = [name for name, has in labels.items() if wanted <= has.items()]
+            assert [row["metadata"]["name"].removesuffix("-metrics")] == found, row["kind"]
 
 
 def test_every_container_has_requests_and_a_memory_limit(objects):
@@ -186,14 +210,42 @@ def rules(objects):
                     yield row["kind"], row["metadata"]["name"], f"{group}/{resource}", set(rule["verbs"])
 
 
-def test_no_right_is_a_wildcard_or_reaches_secrets_or_other_rights(everything):
+def test_no_right_is_a_wildcard_or_reaches_other_rights(everything):
     for row in everything:
         if row["kind"] in {"Role", "ClusterRole"}:
             assert "*" not in json.dumps(row["rules"])
     for _, _, resource, verbs in rules(everything):
         assert not verbs & {"escalate", "bind", "impersonate", "deletecollection"}
-        assert resource not in {"/secrets", "/pods/exec", "/serviceaccounts/token", "/configmaps"}
+        assert resource not in {"/pods/exec", "/serviceaccounts/token", "/configmaps"}
         assert not resource.startswith("rbac.authorization.k8s.io/")
+
+
+def test_the_only_secrets_are_those_of_the_certificates(everything):
+    found = [
+        (row["metadata"]["name"], rule["verbs"], rule.get("resourceNames"))
+        for row in everything
+        if row["kind"] in {"Role", "ClusterRole"}
+        for rule in row["rules"]
+        if "secrets" in rule["resources"]
+    ]
+    assert found == [
+        ("pykvcache-operator", ["create"], None),  # a name cannot be asked for; policies/operator.yaml does
+        ("pykvcache-operator", ["get", "patch"], ["pykvcache-webhook-ca", "pykvcache-webhook-tls"]),
+    ]
+
+
+@pytest.mark.parametrize("mode", ["CertManager", "Secret", None])
+def test_an_operator_that_makes_no_certificates_reads_no_secret_and_changes_no_webhook(rendered, mode):
+    own = {"secretName": "mine", "caBundle": "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"}
+    values = {f"{CERTIFICATES}.{key}": json.dumps(value) for key, value in own.items() if mode == "Secret"}
+    values |= {f"{CERTIFICATES}.mode": json.dumps(mode)} if mode else {"webhook.enabled": "false"}
+    objects = rendered(values, *SERVED)
+    rights = {resource: verbs for _, name, resource, verbs in rules(objects) if name == "pykvcache-operator"}
+    assert "/secrets" not in rights
+    assert rights.get("admissionregistration.k8s.io/mutatingwebhookconfigurations", {"get"}) == {"get"}
+    arguments = deployment(objects, "pykvcache-operator")["containers"][0]["args"]
+    assert not [text for text in arguments if text.startswith("--webhook-configuration")]
+    assert ("--follow-pods" in arguments) is (mode is not None)
 
 
 def test_who_may_write_what_over_the_whole_cluster(everything):
@@ -207,6 +259,8 @@ def test_who_may_write_what_over_the_whole_cluster(everything):
         ("pykvcache-operator", "pykvcache.io/kvcachenodes/status"): {"patch"},
         ("pykvcache-operator", "/nodes"): {"patch"},
         ("pykvcache-operator", "/persistentvolumeclaims"): {"create", "patch", "delete"},
+        ("pykvcache-operator", "events.k8s.io/events"): {"create"},
+        ("pykvcache-operator", "admissionregistration.k8s.io/mutatingwebhookconfigurations"): {"patch"},
         ("pykvcache-agent", "pykvcache.io/kvcachenodes"): {"create", "patch"},
         ("pykvcache-agent", "pykvcache.io/kvcachenodes/status"): {"patch"},
         ("pykvcache-pool", "pykvcache.io/kvcachepools"): {"create", "patch"},
@@ -229,6 +283,13 @@ def test_the_agent_may_read_only_what_it_reads(everything):
     }
 
 
+def test_the_webhook_reads_pools_and_namespaces_and_writes_nothing(everything):
+    assert {resource: verbs for _, name, resource, verbs in rules(everything) if name == "pykvcache-webhook"} == {
+        "pykvcache.io/kvcachepools": {"list", "watch"},
+        "/namespaces": {"list", "watch"},
+    }
+
+
 def test_who_may_write_what_in_one_namespace(everything):
     writes = {
         (row["metadata"]["namespace"], resource, verb)
@@ -242,6 +303,8 @@ def test_who_may_write_what_in_one_namespace(everything):
         (NAMESPACE, "coordination.k8s.io/leases", "update"),
         (NAMESPACE, "batch/jobs", "create"),
         (NAMESPACE, "batch/jobs", "delete"),
+        (NAMESPACE, "/secrets", "create"),
+        (NAMESPACE, "/secrets", "patch"),
         ("default", "events.k8s.io/events", "create"),
     }
 
@@ -256,10 +319,98 @@ def test_every_policy_fails_closed_and_is_bound_to_deny(everything):
         row["metadata"]["name"]: row["spec"] for row in everything if row["kind"] == "ValidatingAdmissionPolicy"
     }
     bindings = [row["spec"] for row in everything if row["kind"] == "ValidatingAdmissionPolicyBinding"]
-    assert {"pykvcache-agent-own-node", "pykvcache-operator-node-labels", "pykvcache-operator-claims"} == set(policies)
+    assert set(policies) == {
+        "pykvcache-agent-own-node",
+        "pykvcache-operator-node-labels",
+        "pykvcache-operator-claims",
+        "pykvcache-operator-secrets",
+    }
     assert all(spec["failurePolicy"] == "Fail" for spec in policies.values())
     assert sorted(policies) == sorted(binding["policyName"] for binding in bindings)
     assert all(binding["validationActions"] == ["Deny"] for binding in bindings)
+
+
+# ---- the webhook ----
+
+
+def webhook_of(objects):
+    (configuration,) = [row for row in objects if row["kind"] == "MutatingWebhookConfiguration"]
+    (webhook,) = configuration["webhooks"]
+    return webhook
+
+
+def test_a_webhook_that_is_away_stops_no_pod(rendered):
+    webhook = webhook_of(rendered())
+    assert webhook["failurePolicy"] == "Ignore"
+    assert webhook["sideEffects"] == "None"
+    assert webhook["timeoutSeconds"] <= 5
+
+
+def test_only_labelled_pods_are_sent_to_it(rendered):
+    webhook = webhook_of(rendered())
+    assert webhook["objectSelector"] == {"matchExpressions": [{"key": names.POOL_NAME_LABEL, "operator": "Exists"}]}
+    (rule,) = webhook["rules"]
+    assert (rule["resources"], rule["operations"]) == (["pods"], ["CREATE"])
+    (condition,) = webhook["matchConditions"]
+    assert f"'{names.INJECTED_ANNOTATION}'" in condition["expression"]
+
+
+@pytest.mark.parametrize("excluded", [[], ["kube-system"], [NAMESPACE, "a"]])
+def test_its_own_namespaces_are_left_alone_whatever_the_values_say(rendered, excluded):
+    values = {"webhook.excludedNamespaces": json.dumps(excluded), "webhook.failurePolicy": '"Fail"'}
+    selector = webhook_of(rendered(values))["namespaceSelector"]
+    (row,) = selector["matchExpressions"]
+    assert (row["key"], row["operator"]) == ("kubernetes.io/metadata.name", "NotIn")
+    assert sorted(row["values"]) == sorted({*excluded, NAMESPACE, AGENT_NAMESPACE})
+
+
+def test_namespaces_can_be_asked_for_more(rendered):
+    more = [{"key": "gpu", "operator": "Exists"}]
+    values = {
+        "webhook.namespaceSelector.matchLabels": json.dumps({"team": "a"}),
+        "webhook.namespaceSelector.matchExpressions": json.dumps(more),
+    }
+    selector = webhook_of(rendered(values))["namespaceSelector"]
+    assert selector["matchLabels"] == {"team": "a"}
+    assert selector["matchExpressions"][1:] == more
+
+
+def test_only_in_mode_secret_the_release_owns_the_bundle(rendered):
+    assert "caBundle" not in webhook_of(rendered())["clientConfig"]
+    own = COMBINATIONS["own certificate"]
+    objects = rendered({key: json.dumps(value) for key, value in own.items()})
+    bundle = base64.b64decode(webhook_of(objects)["clientConfig"]["caBundle"]).decode()
+    assert bundle == own[f"{CERTIFICATES}.caBundle"]
+
+
+@pytest.mark.parametrize(
+    ("combination", "secret"),
+    [
+        ("defaults", "pykvcache-webhook-tls"),
+        ("certificates of cert-manager", "pykvcache-webhook-tls"),
+        ("own certificate", "mine"),
+    ],
+)
+def test_the_webhook_serves_with_the_certificate_of_its_mode(rendered, combination, secret):
+    objects = rendered({key: json.dumps(value) for key, value in COMBINATIONS[combination].items()}, *SERVED)
+    volumes = deployment(objects, "pykvcache-webhook")["volumes"]
+    (volume,) = [volume for volume in volumes if "secret" in volume]
+    assert (volume["secret"]["secretName"], volume["secret"]["defaultMode"]) == (secret, 0o440)
+
+
+def test_cert_manager_makes_the_certificate_that_it_injects(rendered):
+    objects = rendered({f"{CERTIFICATES}.mode": '"CertManager"'}, *SERVED)
+    found = {(row["kind"], row["metadata"]["name"]): row for row in objects}
+    configuration = found["MutatingWebhookConfiguration", "pykvcache-webhook"]
+    serving = found["Certificate", "pykvcache-webhook"]["spec"]
+    annotation = configuration["metadata"]["annotations"]["cert-manager.io/inject-ca-from"]
+    assert annotation == f"{NAMESPACE}/pykvcache-webhook"
+    service = configuration["webhooks"][0]["clientConfig"]["service"]
+    assert f"{service['name']}.{service['namespace']}.svc" in serving["dnsNames"]
+    issuer = found["Issuer", serving["issuerRef"]["name"]]["spec"]
+    root = found["Certificate", "pykvcache-webhook-ca"]["spec"]
+    assert (issuer["ca"]["secretName"], root["isCA"]) == (root["secretName"], True)
+    assert found["Issuer", root["issuerRef"]["name"]]["spec"] == {"selfSigned": {}}
 
 
 # ---- what is generated ----

@@ -11,9 +11,16 @@ from gen_manifests import CHART, chart_values
 pytestmark = pytest.mark.slow  # each rendering takes Helm a fifth of a second
 
 VALUES = chart_values((CHART / "values.yaml").read_text())
-MONITORING = ("--api-versions", "monitoring.coreos.com/v1")
+SERVED = ("--api-versions", "monitoring.coreos.com/v1", "--api-versions", "cert-manager.io/v1")
+PEM = "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"
+SECRET = {
+    "webhook.certificates.mode": "Secret",
+    "webhook.certificates.secretName": "tls",
+    "webhook.certificates.caBundle": PEM,
+}
 EVERYTHING = {
     "operator.replicas": 2,
+    "webhook.certificates.mode": "CertManager",
     "metrics.serviceMonitor.enabled": True,
     "metrics.podMonitor.enabled": True,
     "networkPolicy.enabled": True,
@@ -33,6 +40,9 @@ OTHER = {  # for each value one that differs from its default and from EVERYTHIN
     "images.sidecar.repository": "other-sidecar",
     "images.sidecar.tag": "8.8.8",
     "images.sidecar.digest": f"sha256:{'b' * 64}",
+    "images.connector.repository": "other-connector",
+    "images.connector.tag": "9.9.9",
+    "images.connector.digest": f"sha256:{'c' * 64}",
     "storage.allowedPaths": ["/mnt/nvme"],
     "operator.replicas": 3,
     "operator.claims.enabled": False,
@@ -42,6 +52,26 @@ OTHER = {  # for each value one that differs from its default and from EVERYTHIN
     "operator.tolerations": [{"operator": "Exists"}],
     "operator.affinity": {"nodeAffinity": {}},
     "operator.serviceAccountAnnotations": {"a": "b"},
+    "webhook.enabled": False,
+    "webhook.replicas": 3,
+    "webhook.failurePolicy": "Fail",
+    "webhook.timeoutSeconds": 3,
+    "webhook.excludedNamespaces": [],
+    "webhook.namespaceSelector.matchLabels": {"team": "inference"},
+    "webhook.namespaceSelector.matchExpressions": [{"key": "gpu", "operator": "Exists"}],
+    "webhook.certificates.mode": "Operator",
+    "webhook.certificates.issuerRef": {"name": "corporate", "kind": "ClusterIssuer", "group": "cert-manager.io"},
+    "webhook.certificates.secretName": "other",
+    "webhook.certificates.caBundle": PEM * 2,
+    "webhook.resources": {"limits": {"memory": "1Gi"}},
+    "webhook.priorityClassName": "system-cluster-critical",
+    "webhook.nodeSelector": {"role": "infra"},
+    "webhook.tolerations": [{"operator": "Exists"}],
+    "webhook.affinity": {"nodeAffinity": {}},
+    "webhook.serviceAccountAnnotations": {"a": "b"},
+    "injection.pullSecrets": ["secret"],
+    "injection.library.resources": {"limits": {"memory": "1Gi"}},
+    "injection.sidecar.resources": {"limits": {"memory": "1Gi"}},
     "calibration.enabled": False,
     "calibration.priorityClassName": "low",
     "agent.enabled": False,
@@ -80,7 +110,7 @@ def as_json(values):
 
 @pytest.fixture(scope="module")
 def with_everything(rendered):
-    return rendered(as_json(EVERYTHING), *MONITORING)
+    return rendered(as_json(EVERYTHING), *SERVED)
 
 
 def test_helm_finds_nothing_to_complain_about(helm):
@@ -95,8 +125,11 @@ def test_the_values_tried_here_are_those_documented():
 
 @pytest.mark.parametrize("path", OTHER)
 def test_a_value_changes_what_is_installed(rendered, with_everything, path):
-    changed = rendered(as_json(EVERYTHING | {path: OTHER[path]}), *MONITORING)
-    assert changed != with_everything
+    basis, before = EVERYTHING, with_everything
+    if path in SECRET and path != "webhook.certificates.mode":
+        basis = EVERYTHING | SECRET
+        before = rendered(as_json(basis), *SERVED)
+    assert rendered(as_json(basis | {path: OTHER[path]}), *SERVED) != before
 
 
 def test_a_value_without_documentation_is_an_error():
@@ -133,6 +166,14 @@ def test_a_misspelt_value_is_refused(refused, group):
         ("operator.replicas", 9),
         ("operator.replicas", "2"),
         ("operator.resources", {"request": {}}),
+        ("webhook.replicas", -1),
+        ("webhook.failurePolicy", "ignore"),
+        ("webhook.timeoutSeconds", 60),
+        ("webhook.excludedNamespaces", ["No_Name"]),
+        ("webhook.certificates.mode", "Helm"),
+        ("webhook.certificates.caBundle", "LS0tLS1CRUdJTg=="),
+        ("webhook.certificates.caBundle", f"{PEM}x"),
+        ("injection.library.resources", {"request": {}}),
         ("agent.namespace", "No_Name"),
         ("agent.kubeletDir", "var/lib/kubelet"),
         ("agent.maxUnavailable", 0),
@@ -164,6 +205,12 @@ def test_no_label_replaces_one_of_the_charts_own(refused, path):
         ({"storage.allowedPaths": ["/mntx"]}, (), "agent.diskDirectories"),
         ({"pool.create": True}, (), "capacityPerNode"),
         ({"metrics.podMonitor.enabled": True}, (), "Install the Prometheus Operator"),
+        ({"webhook.certificates.mode": "CertManager"}, (), "Install cert-manager first, or use mode Operator"),
+        ({"webhook.certificates.mode": "Secret"}, (), "--set-file webhook.certificates.caBundle"),
+        (SECRET | {"webhook.certificates.caBundle": ""}, (), "--set-file webhook.certificates.caBundle"),
+        ({"webhook.certificates.secretName": "mine"}, (), "Set webhook.certificates.mode=Secret"),
+        ({"webhook.certificates.caBundle": PEM}, (), "Set webhook.certificates.mode=Secret"),
+        ({"webhook.certificates.issuerRef": {"name": "a"}}, (), "Set webhook.certificates.mode=CertManager"),
         ({}, ("--kube-version", "1.29.9"), "kubeVersion"),
     ],
 )
@@ -173,3 +220,7 @@ def test_values_that_do_not_fit_each_other_are_refused_with_a_remedy(refused, va
 
 def test_paths_that_the_agent_cannot_see_are_fine_without_it(rendered):
     assert rendered(as_json({"storage.allowedPaths": ["/data"], "agent.enabled": False}))
+
+
+def test_settings_of_a_webhook_that_is_off_refuse_nothing(rendered):
+    assert rendered(as_json({"webhook.enabled": False, "webhook.certificates.mode": "CertManager"}))

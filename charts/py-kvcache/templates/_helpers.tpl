@@ -93,6 +93,7 @@ capabilities: {drop: [ALL]}
 
 {{/* Fails where values that are fine alone do not fit each other. */}}
 {{- define "pykvcache.check" -}}
+{{- if .Values.webhook.enabled }}{{ include "pykvcache.checkWebhook" . }}{{ end }}
 {{- if eq .Values.agent.namespace .Release.Namespace }}
 {{- fail (printf "agent.namespace is %q, the release's own namespace. The agent is privileged and needs a namespace of its own: install the release into another one (helm install -n pykvcache-system) or set agent.namespace." .Values.agent.namespace) }}
 {{- end }}
