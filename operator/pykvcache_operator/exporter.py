@@ -32,7 +32,7 @@ class Metrics:
 
     def add(self, samples: Samples) -> None:
         """Serve series that are read where they are kept, when somebody asks."""
-        self.registry.register(_Collected(samples))
+        self.registry.register(Collected(samples))
 
     @contextlib.contextmanager
     def reconciling(self) -> Iterator[None]:
@@ -46,7 +46,9 @@ class Metrics:
             self._duration.observe(time.perf_counter() - started)
 
 
-class _Collected(Collector):
+class Collected(Collector):
+    """Series that are read where they are kept, when somebody asks."""
+
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
 

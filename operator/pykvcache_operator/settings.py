@@ -13,6 +13,7 @@ GRACE_SECONDS = 15.0
 """How much later than its time a watch may end; one that does not is cut off and opened anew."""
 RESYNC_SECONDS = 300.0
 WORKERS = 20
+WEBHOOK_SERVICE = "pykvcache-webhook"
 STALE_WATCHES = 3
 """A watch that told nothing for so many times its length cannot be cured from here."""
 
@@ -32,6 +33,8 @@ class Settings:
     watch_seconds: float
     resync_seconds: float
     workers: int
+    webhook_configuration: str
+    webhook_service: str
     identity: str
 
     @property
@@ -61,6 +64,8 @@ def make_settings(
     watch_seconds: float,
     resync_seconds: float,
     workers: int,
+    webhook_configuration: str = "",
+    webhook_service: str = WEBHOOK_SERVICE,
 ) -> Settings:
     """Return checked settings.
 
@@ -83,11 +88,13 @@ def make_settings(
         watch_seconds=watch_seconds,
         resync_seconds=resync_seconds,
         workers=workers,
+        webhook_configuration=webhook_configuration,
+        webhook_service=webhook_service,
         identity=f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}",
     )
 
 
-def parse_listen(text: str) -> tuple[str, int]:
+def parse_listen(text: str, *, option: str = "--listen") -> tuple[str, int]:
     """Return host and port of `host:port`, `:port` or `[v6]:port`; no host means every address.
 
     >>> parse_listen(":9410"), parse_listen("127.0.0.1:0"), parse_listen("[::1]:80")
@@ -98,5 +105,5 @@ def parse_listen(text: str) -> tuple[str, int]:
     """
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:
-        raise ConfigurationError(f"--listen {text}: write host:port, or :port for every address")
+        raise ConfigurationError(f"{option} {text}: write host:port, or :port for every address")
     return host.removeprefix("[").removesuffix("]"), int(port)
