@@ -1,8 +1,8 @@
 """An image with a real vLLM for the CPU and a tiny model, as a user's would be: nothing of ours is in it.
 
 Made of the environment that runs the tests: what vLLM's lock file names of its packages, over a minimal Debian with
-the same Python minor. Its entry point is that of vllm/vllm-openai. The engine needs 160 MiB of /dev/shm, and a HOME that
-its user may write.
+the same Python minor. Its entry point is that of vllm/vllm-openai. The engine needs 160 MiB of /dev/shm, and a HOME
+that its user may write.
 """
 
 import hashlib
@@ -53,8 +53,9 @@ KERNELS = {"vllm/_C.abi3.so", "vllm/_C_AVX512.abi3.so"}  # vLLM takes one of the
 @remember
 def name() -> str:
     """Return what the image is called."""
-    files = [Path(__file__), TINY_MODEL, *sorted(LOCKS.glob("requirements-*.txt"))]
-    inputs = [*(path.read_bytes() for path in files), str(_has_avx512()).encode()]
+    settings = [PACKAGES, SCRIPT, str(CONFIG), LEFT_OUT.pattern, str(_has_avx512())]
+    files = [path.read_bytes() for path in (TINY_MODEL, LOCKS / f"requirements-{VERSION}.txt")]
+    inputs = [*files, *(setting.encode() for setting in settings)]
     return f"localhost/vllm-cpu:{VERSION}-{hashlib.sha256(bytes(1).join(inputs)).hexdigest()[:12]}"
 
 
