@@ -367,6 +367,19 @@ POD_EVENTS = Metric(
     ("result",),
     _single(POD_EVENT_RESULTS),
 )
+WEBHOOK_CERTIFICATES = ("authority", "serving")
+WEBHOOK_CERTIFICATE_EXPIRY = _operator_gauge(
+    "webhook_certificate_expiry_timestamp_seconds",
+    "When the webhook's certificate, and that of the authority which signs it, end; Unix time. The active operator "
+    "renews them when two thirds of their life are over; without a sample it keeps none.",
+    ("certificate",),
+)
+WEBHOOK_CERTIFICATE_FAILURES = Metric(
+    OPERATOR_METRIC_PREFIX + "webhook_certificate_failures_total",
+    Kind.COUNTER,
+    "Looks at the webhook's certificates that failed; they are looked at every 30 s.",
+    initial_labels=((),),
+)
 
 OPERATOR_METRICS: tuple[Metric, ...] = (
     RECONCILES,
@@ -382,6 +395,8 @@ OPERATOR_METRICS: tuple[Metric, ...] = (
     SKIPPED_PODS,
     MISSED_PODS,
     POD_EVENTS,
+    WEBHOOK_CERTIFICATE_EXPIRY,
+    WEBHOOK_CERTIFICATE_FAILURES,
 )
 """Served by `pykvcache-operator run` on its own /metrics."""
 

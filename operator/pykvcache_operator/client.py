@@ -26,8 +26,10 @@ CONNECT_SECONDS = 10.0
 PAGE_OBJECTS = 500
 """Objects per page of a list, as kubectl asks for."""
 MERGE_PATCH = "application/merge-patch+json"
+STEPS_PATCH = "application/json-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 Document = dict[str, Any]
+Body = Document | list[Document]
 
 
 class ApiError(TransientError):
@@ -129,6 +131,11 @@ class Api:
         query = {"fieldManager": FIELD_MANAGER}
         return await self._document("patch", "PATCH", path, body=body, query=query, content_type=MERGE_PATCH)
 
+    async def edit(self, path: str, steps: list[Document]) -> Document:
+        """Carry out the steps of a JSON patch, all or none; `test` among them makes it a condition (422)."""
+        query = {"fieldManager": FIELD_MANAGER}
+        return await self._document("patch", "PATCH", path, body=steps, query=query, content_type=STEPS_PATCH)
+
     async def delete(self, path: str, *, uid: str) -> None:
         """Delete the object of this uid and, in the background, what it owns; one that is gone is fine."""
         body = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
@@ -139,15 +146,24 @@ class Api:
                 raise
 
     async def list(self, path: str, query: Mapping[str, str] | None = None) -> tuple[list[Document], str]:
-        """Return all objects and the resource version of the list, page by page."""
+        """Return all objects and the resource version of the list."""
         items: list[Document] = []
+        version = ""
+        async for page, version in self.pages(path, query):
+            items += page
+        return items, version
+
+    async def pages(
+        self, path: str, query: Mapping[str, str] | None = None
+    ) -> AsyncIterator[tuple[list[Document], str]]:
+        """Yield the objects of each page of a list, and the resource version of the list."""
         page = {**(query or {}), "limit": str(PAGE_OBJECTS)}
         while True:
             answer = await self._document("list", "GET", path, query=page)
-            items += answer["items"]
+            yield answer["items"], answer["metadata"]["resourceVersion"]
             token = answer["metadata"].get("continue")
             if not token:
-                return items, answer["metadata"]["resourceVersion"]
+                return
             page["continue"] = token
 
     async def watch(
@@ -177,7 +193,7 @@ class Api:
         method: str,
         path: str,
         *,
-        body: Document | None = None,
+        body: Body | None = None,
         query: Mapping[str, str] | None = None,
         content_type: str = "application/json",
     ) -> Document:
@@ -199,7 +215,7 @@ class Api:
         path: str,
         *,
         limits: aiohttp.ClientTimeout,
-        body: Document | None = None,
+        body: Body | None = None,
         query: Mapping[str, str] | None = None,
         content_type: str = "application/json",
     ) -> aiohttp.ClientResponse:

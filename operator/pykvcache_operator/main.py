@@ -108,6 +108,24 @@ def _run(
         _told("RESYNC_SECONDS", "How often all pools are looked at, whatever the watches told.", min=1),
     ] = options.RESYNC_SECONDS,
     workers: Annotated[int, _told("WORKERS", "Pools looked at side by side.", min=1, max=100)] = options.WORKERS,
+    follow_pods: Annotated[
+        bool,
+        _told(
+            "FOLLOW_PODS",
+            "Watch the pods of all namespaces that are labelled for a pool, and tell which of them go without the cache. "
+            "Needs the right to list pods and to create Events everywhere.",
+        ),
+    ] = False,
+    webhook_configuration: Annotated[
+        str,
+        _told(
+            "WEBHOOK_CONFIGURATION",
+            "MutatingWebhookConfiguration whose certificates the operator makes and renews. Empty: it keeps none.",
+        ),
+    ] = "",
+    webhook_service: Annotated[
+        str, _told("WEBHOOK_SERVICE", "Service of the webhook, in the operator's namespace: the certificate's name.")
+    ] = options.WEBHOOK_SERVICE,
 ) -> None:
     """Run until SIGTERM. Exits 1 when it must be started again, for instance after losing its Lease; 2 when an option
     is wrong.
@@ -124,6 +142,9 @@ def _run(
         watch_seconds=watch_seconds,
         resync_seconds=resync_seconds,
         workers=workers,
+        follow_pods=follow_pods,
+        webhook_configuration=webhook_configuration,
+        webhook_service=webhook_service,
     )
 
 

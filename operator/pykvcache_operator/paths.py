@@ -7,6 +7,7 @@ CACHES = f"/apis/{API_GROUP}/{API_VERSION}/{NODE_PLURAL}"
 NODES = "/api/v1/nodes"
 NAMESPACES = "/api/v1/namespaces"
 CLAIMS = "/api/v1/persistentvolumeclaims"
+ALL_PODS = "/api/v1/pods"
 
 
 def claims(namespace: str) -> str:
@@ -27,3 +28,13 @@ def pods(namespace: str) -> str:
 def events(namespace: str) -> str:
     """Return the collection of a namespace's Events."""
     return f"/apis/events.k8s.io/v1/namespaces/{namespace}/events"
+
+
+def secret(namespace: str, name: str = "") -> str:
+    """Return a Secret, or without a name the collection of a namespace's Secrets."""
+    return f"{NAMESPACES}/{namespace}/secrets" + (f"/{name}" if name else "")
+
+
+def webhook_configuration(name: str) -> str:
+    """Return a MutatingWebhookConfiguration."""
+    return f"/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/{name}"

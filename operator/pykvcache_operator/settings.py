@@ -33,6 +33,7 @@ class Settings:
     watch_seconds: float
     resync_seconds: float
     workers: int
+    follow_pods: bool
     webhook_configuration: str
     webhook_service: str
     identity: str
@@ -64,6 +65,7 @@ def make_settings(
     watch_seconds: float,
     resync_seconds: float,
     workers: int,
+    follow_pods: bool = False,
     webhook_configuration: str = "",
     webhook_service: str = WEBHOOK_SERVICE,
 ) -> Settings:
@@ -88,6 +90,7 @@ def make_settings(
         watch_seconds=watch_seconds,
         resync_seconds=resync_seconds,
         workers=workers,
+        follow_pods=follow_pods,
         webhook_configuration=webhook_configuration,
         webhook_service=webhook_service,
         identity=f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}",
