@@ -29,7 +29,8 @@ MERGE_PATCH = "application/merge-patch+json"
 STEPS_PATCH = "application/json-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 Document = dict[str, Any]
-Body = Document | list[Document]
+Documents = list[Document]  # inside Api `list` is a method
+Body = Document | Documents
 
 
 class ApiError(TransientError):
@@ -155,7 +156,7 @@ class Api:
 
     async def pages(
         self, path: str, query: Mapping[str, str] | None = None
-    ) -> AsyncIterator[tuple[list[Document], str]]:
+    ) -> AsyncIterator[tuple[Documents, str]]:
         """Yield the objects of each page of a list, and the resource version of the list."""
         page = {**(query or {}), "limit": str(PAGE_OBJECTS)}
         while True:
