@@ -6,7 +6,8 @@ instance lives in the scheduler's process and one in each worker; the class meth
 importing this module starts nothing.
 
 Two rules: a wrong option stops the engine at start-up with `ConfigurationError`; anything else that is wrong turns the
-cache off, is logged with the remedy, and shows as `vllm:pykvcache_enabled 0`.
+cache off, is logged with the remedy, and shows as `vllm:pykvcache_enabled 0`. With the option `when_unfit: adapt`, which
+injected pods have, the first rule is the second too, and so are vLLM's own objections to our being there.
 """
 
 import contextlib
@@ -15,14 +16,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from pykvcache_connector import vllm_api
-from pykvcache_connector.messages import ConnectorMetadata, WorkerHello, WorkerMetadata
+from pykvcache_connector.messages import ConnectorMetadata, OffMetadata, WorkerHello, WorkerMetadata
+from pykvcache_connector.off import OffConnector
 from pykvcache_connector.scheduler.manager import Manager
 from pykvcache_connector.scheduler.staging import Progress, longest_end, needed
 from pykvcache_connector.startup import EngineShape, IdentityMaker, check_configuration, staged_max, why_off
+from pykvcache_connector.settings import Settings
 from pykvcache_connector.stats import ConnectorPromMetrics, ConnectorStats, Counts
 from pykvcache_connector.vllm_api import KVConnectorRole, OffloadingConnector
 from pykvcache_connector.worker.start import WorkerSide
 from pykvcache_contract import metrics
+from pykvcache_contract.errors import PyKVCacheError
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +36,18 @@ class PyKVCacheConnector(OffloadingConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         vllm_api.adopt_logging()
-        check_configuration(vllm_config)
+        self._adapts = Settings.adapts(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        try:
+            self._start(vllm_config, role, kv_cache_config)
+        except Exception as error:
+            if not self._adapts:
+                raise
+            self._become_off(error, vllm_config, role, kv_cache_config)
+
+    def _start(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        adapted = check_configuration(vllm_config, kv_cache_config)
+        if adapted and role == KVConnectorRole.SCHEDULER:
+            logger.warning("%s", adapted)
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = vllm_config
         self._kv_cache_config = kv_cache_config
@@ -55,6 +70,14 @@ class PyKVCacheConnector(OffloadingConnector):
             )
             spec.make_handler = self._worker.make_handler
 
+    def _become_off(self, error: Exception, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        """Go on as a connector that does nothing; the scheduler's half says why, for itself or for a worker."""
+        reason = _explain(error)
+        if role == KVConnectorRole.SCHEDULER:
+            logger.error("py-kvcache is off, vLLM runs without it: %s", reason)
+        self.__class__ = OffConnector
+        OffConnector.start_off(self, vllm_config, role, kv_cache_config, reason=reason)
+
     @property
     def _manager(self) -> Manager:
         manager: Manager = self.connector_scheduler.manager
@@ -64,11 +87,21 @@ class PyKVCacheConnector(OffloadingConnector):
 
     def set_xfer_handshake_metadata(self, metadata: dict[Any, Any]) -> None:
         """Take in the workers' hellos and switch the cache on, or say why not."""
-        hellos = sorted(metadata.values(), key=lambda hello: hello.rank)
+        try:
+            self._switch_on(metadata)
+        except Exception as error:
+            if not self._adapts:
+                raise
+            self._turn_off(_explain(error))
+
+    def _switch_on(self, metadata: dict[Any, Any]) -> None:
+        # Beside another connector in vLLM's MultiConnector, the workers' answers may all be that one's.
+        answers = [answer for answer in metadata.values() if isinstance(answer, WorkerHello)]
+        hellos = sorted(answers, key=lambda hello: hello.rank)
         engine = EngineShape(
             self._config, self._kv_cache_config, self._shapes, vllm_api.chunk_factor(self.connector_scheduler.config)
         )
-        reason = why_off(engine, hellos, pool_directory=self._manager.settings.pool)
+        reason = why_off(engine, hellos, settings=self._manager.settings)
         if reason is not None:
             self._turn_off(reason)
             return
@@ -254,19 +287,52 @@ class PyKVCacheConnector(OffloadingConnector):
 
     # ---- worker's process ----
 
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Build the worker's half over vLLM's KV cache."""
+        with self._starting():
+            super().register_kv_caches(kv_caches)
+
+    def register_cross_layers_kv_cache(self, kv_cache: Any, attn_backend: Any) -> None:
+        """Build the worker's half over a KV cache whose rows hold all layers (vLLM before 0.32)."""
+        with self._starting():
+            super().register_cross_layers_kv_cache(kv_cache, attn_backend)
+
+    @contextlib.contextmanager
+    def _starting(self) -> Iterator[None]:
+        """Where vLLM must start in any case, become a connector that does nothing instead of failing."""
+        try:
+            yield
+        except Exception as error:
+            if not self._adapts:
+                raise
+            self._become_off(error, self._config, KVConnectorRole.WORKER, self._kv_cache_config)
+
     def get_handshake_metadata(self) -> WorkerHello | None:
         """Return this worker's layout, from which the scheduler makes the fingerprint."""
         return self._worker.hello()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Adopt the identity, and stage and let go blocks, before any job of this step starts."""
+        if isinstance(kv_connector_metadata, OffMetadata):
+            self._follow_off()
+            self.handle_preemptions(kv_connector_metadata)
+            return
         self._worker.use(kv_connector_metadata.identity, kv_connector_metadata.staging)
         super().handle_preemptions(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Adopt the identity, and stage and let go blocks, before any job of this step starts."""
+        if isinstance(connector_metadata, OffMetadata):
+            self._follow_off()
+            self.bind_connector_metadata(connector_metadata)
+            return
         self._worker.use(connector_metadata.identity, connector_metadata.staging)
         super().bind_connector_metadata(connector_metadata)
+
+    def _follow_off(self) -> None:
+        """Do nothing from now on, because the scheduler's half is off; it has said why."""
+        self.__class__ = OffConnector
+        OffConnector.start_off(self, self._config, KVConnectorRole.WORKER, self._kv_cache_config, reason="")
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the GPU blocks of finished loads that vLLM must recompute."""
@@ -299,6 +365,18 @@ class PyKVCacheConnector(OffloadingConnector):
     ) -> ConnectorPromMetrics:
         """Register our metrics on vLLM's /metrics."""
         return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+# vLLM's MultiConnector files a connector's statistics under the name of its class.
+OffConnector.__name__ = PyKVCacheConnector.__name__
+
+
+def _explain(error: Exception) -> str:
+    """Return why the cache is off: our own messages as they are, others with a trace in the log."""
+    if isinstance(error, PyKVCacheError):
+        return str(error)
+    logger.warning("py-kvcache could not start", exc_info=error)
+    return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 def _reuses_blocks(scheduler_output: Any, metadata: Any) -> bool:

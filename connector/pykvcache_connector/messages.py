@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from pykvcache_connector.vllm_api import (
     KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
     LoadStoreSpec,
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
@@ -102,6 +103,11 @@ class ConnectorMetadata(OffloadingConnectorMetadata):
 
     identity: Identity | None = None
     staging: StagingOrders | None = None
+
+
+@dataclass
+class OffMetadata(KVConnectorMetadata):
+    """Scheduler → workers, every step, where the scheduler's half could not even start: there is nothing to do."""
 
 
 @dataclass

@@ -122,6 +122,24 @@ class Settings(BaseModel):
         json_schema_extra={"unit": "seconds", "change": "Down, where recomputing the longest prompt takes less."},
     )
 
+    when_unfit: Literal["error", "adapt"] = Field(
+        default="error",
+        description=(
+            "What happens where these options do not suit the model or vLLM: `error` stops vLLM and says what to "
+            "change. With `adapt` vLLM starts in any case: `block_size` is made to fit, and whatever else does not fit "
+            "turns the cache off."
+        ),
+        json_schema_extra={"unit": "", "change": "To `adapt`, where nobody sees vLLM fail; pods in Kubernetes have it."},
+    )
+    create_pool: bool = Field(
+        default=True,
+        description=(
+            "Whether an empty pool directory becomes a pool. With `false` the cache is off until something else, a "
+            "sidecar or the node agent, has made it one."
+        ),
+        json_schema_extra={"unit": "", "change": "To `false`, where an empty directory means that no disk is mounted."},
+    )
+
     trace: str = Field(
         default="",
         description=(
@@ -142,6 +160,11 @@ class Settings(BaseModel):
         if not os.path.isabs(value):
             raise ValueError(f"{value!r} is not an absolute path")
         return os.path.normpath(value)
+
+    @staticmethod
+    def adapts(extra_config: Mapping[str, Any]) -> bool:
+        """Return whether `when_unfit` is `adapt`, also where the options as a whole are wrong."""
+        return extra_config.get("when_unfit") == "adapt"
 
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any]) -> "Settings":

@@ -1,7 +1,7 @@
 """What the scheduler's half decides once at start: is the configuration right, is the cache on, who are we.
 
-Runs in the scheduler's process before the first request. A wrong option raises `ConfigurationError` and stops the
-engine; whatever else is wrong is a reason to stay off.
+Runs in the scheduler's process before the first request. A wrong option raises `ConfigurationError`, which stops the
+engine unless the options say `when_unfit: adapt`; whatever else is wrong is a reason to stay off.
 """
 
 import logging
@@ -39,24 +39,58 @@ class EngineShape:
     factor: int
 
 
-def check_configuration(vllm_config: Any) -> None:
-    """Complete vLLM's configuration, and refuse what cannot work with a message that says what to change."""
+def check_configuration(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Complete vLLM's configuration, and refuse what cannot work with a message that says what to change.
+
+    Returns:
+        What was changed to make it work, where `when_unfit` is `adapt`; empty: nothing.
+
+    Raises:
+        ConfigurationError: an option must be changed.
+    """
     transfer = vllm_config.kv_transfer_config
-    transfer.kv_connector_extra_config.setdefault("spec_name", names.SPEC_CLASS)
-    transfer.kv_connector_extra_config.setdefault("spec_module_path", names.SPEC_MODULE)
+    extra = transfer.kv_connector_extra_config
+    extra.setdefault("spec_name", names.SPEC_CLASS)
+    extra.setdefault("spec_module_path", names.SPEC_MODULE)
     # A block that cannot be loaded is recomputed; vLLM's default would fail the request.
     transfer.kv_load_failure_policy = "recompute"
-    Settings.parse(transfer.kv_connector_extra_config)
+    settings = Settings.parse(extra)
     chunk, block = vllm_api.configured_chunk_tokens(vllm_config)
-    if chunk is not None and (chunk <= 0 or chunk % block):
-        nearest = max(block, -(-chunk // block) * block)
+    if chunk is None:
+        return ""
+    if settings.when_unfit == "adapt":
+        return _adapt_block_size(chunk, vllm_config, kv_cache_config)
+    if chunk <= 0 or chunk % block:
         raise ConfigurationError(
             f"kv_connector_extra_config: block_size = {chunk} is not a multiple of vLLM's block size, {block} tokens. "
-            f"Set it to {nearest}."
+            f"Set it to {round_up(chunk, block)}."
         )
+    return ""
 
 
-def why_off(engine: EngineShape, hellos: Sequence[WorkerHello], *, pool_directory: str) -> str | None:
+def _adapt_block_size(chunk: int, vllm_config: Any, kv_cache_config: Any) -> str:
+    block = vllm_api.gpu_block_tokens(vllm_config, kv_cache_config)
+    window = vllm_api.shortest_window_tokens(kv_cache_config)
+    fitting = round_up(chunk, block)
+    if window is not None and fitting > window:
+        fitting = max(block, window // block * block)
+    if fitting == chunk:
+        return ""
+    vllm_config.kv_transfer_config.kv_connector_extra_config["block_size"] = fitting
+    why = f"vLLM's blocks of {block} tokens" + (f" and a sliding window of {window}" if window is not None else "")
+    return f"block_size = {chunk} does not suit {why}: offloaded blocks have {fitting} tokens"
+
+
+def round_up(tokens: int, block: int) -> int:
+    """Return the nearest multiple of a block's tokens that is not less, at least one block.
+
+    >>> round_up(100, 32), round_up(64, 32), round_up(-1, 32)
+    (128, 64, 32)
+    """
+    return max(block, -(-tokens // block) * block)
+
+
+def why_off(engine: EngineShape, hellos: Sequence[WorkerHello], *, settings: Settings) -> str | None:
     """Return why this engine runs without the cache, with the remedy, or None.
 
     Args:
@@ -77,7 +111,7 @@ def why_off(engine: EngineShape, hellos: Sequence[WorkerHello], *, pool_director
             "Set PYTHONHASHSEED=0 in the environment of vLLM"
         )
     try:
-        open_pool(pool_directory, create=True)
+        open_pool(settings.pool, create=settings.create_pool, for_writing=True)
     except PoolUnavailableError as error:
         return str(error)
     return None

@@ -15,8 +15,11 @@ from typing import Any
 import vllm
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
     KVConnectorRole,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -40,7 +43,9 @@ from vllm.v1.kv_offload.base import (
 
 __all__ = [
     "GPULoadStoreSpec",
+    "KVConnectorBase_V1",
     "KVConnectorHandshakeMetadata",
+    "KVConnectorMetadata",
     "KVConnectorPromMetrics",
     "KVConnectorRole",
     "KVConnectorStats",
@@ -51,6 +56,7 @@ __all__ = [
     "OffloadingSpec",
     "OffloadingWorkerMetadata",
     "PrepareStoreOutput",
+    "SupportsHMA",
     "WorkerBase",
     "extend",
     "make_offload_key",
@@ -130,6 +136,19 @@ def configured_chunk_tokens(vllm_config: Any) -> tuple[int | None, int]:
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     value = extra.get("block_size")
     return (None if value is None else int(value)), int(vllm_config.cache_config.block_size)
+
+
+def gpu_block_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Return the tokens of one GPU block as offloading counts them: a block of all context-parallel ranks together.
+
+    Where KV-cache groups differ, vLLM's own block size stands for them all.
+    """
+    parallel = vllm_config.parallel_config
+    ranks = int(getattr(parallel, "decode_context_parallel_size", 1)) * int(
+        getattr(parallel, "prefill_context_parallel_size", 1)
+    )
+    sizes = {int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups}
+    return ranks * (sizes.pop() if len(sizes) == 1 else int(vllm_config.cache_config.block_size))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ _REASON_BYTES_MAX = 1024
 
 
 class NotYetAPoolError(PoolUnavailableError):
-    """An empty directory: the first vLLM that starts with it makes it a pool."""
+    """An empty directory, which whoever looks after it, or the first vLLM that may, makes a pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +89,13 @@ class Pool:
         return folder
 
 
-def open_pool(directory: str, *, create: bool) -> Pool:
+def open_pool(directory: str, *, create: bool, for_writing: bool | None = None) -> Pool:
     """Open a pool directory.
 
     Args:
-        create: make an empty directory a pool by writing its pool.json, and test with a real file whether it is
-            writable. The directory itself is never created: a mistyped path or a missing mount must not go unnoticed.
+        create: make an empty directory a pool by writing its pool.json. The directory itself is never created: a
+            mistyped path or a missing mount must not go unnoticed.
+        for_writing: test with a real file whether it is writable, rather than ask for permissions; None: as `create`.
 
     Raises:
         PoolUnavailableError: missing, no directory, unreadable, foreign, damaged or of another format version; or what
@@ -109,11 +110,11 @@ def open_pool(directory: str, *, create: bool) -> Pool:
         refuse_foreign(directory)
         if not create:
             raise NotYetAPoolError(
-                f"{directory} is not a cache pool: it has no {POOL_FILE}. Check the path; the first vLLM that starts "
-                "with it makes an empty directory a pool."
+                f"{directory} is not a cache pool: it has no {POOL_FILE}. Check the path, and whether its disk is "
+                "mounted; an empty directory becomes a pool with the first sidecar, node agent or vLLM that may make one."
             )
         identity = _create_identity(directory)
-    reason = _why_not_writable(directory, test=create)
+    reason = _why_not_writable(directory, test=create if for_writing is None else for_writing)
     return Pool(
         directory=directory,
         uid=identity["uid"],

@@ -28,6 +28,8 @@ def test_only_the_pool_has_no_default():
         "load_bytes_in_flight": 8 << 30,
         "lookup_timeout_seconds": 0.25,
         "load_timeout_seconds": 30.0,
+        "when_unfit": "error",
+        "create_pool": True,
         "trace": "",
     }
 
@@ -50,6 +52,8 @@ def test_only_the_pool_has_no_default():
         ("load_bytes_in_flight", "100MB", 100_000_000),
         ("lookup_timeout_seconds", 2, 2.0),
         ("load_timeout_seconds", 3600, 3600.0),
+        ("when_unfit", "adapt", "adapt"),
+        ("create_pool", False, False),
         ("trace", "/log//trace.jsonl", "/log/trace.jsonl"),
         ("trace", "", ""),
     ],
@@ -84,6 +88,8 @@ def test_every_option_is_taken(name, given_value, value):
         ("lookup_timeout_seconds", 61, "less than or equal to 60"),
         ("lookup_timeout_seconds", float("nan"), ""),
         ("load_timeout_seconds", -1, "greater than 0"),
+        ("when_unfit", "adapts", "'error' or 'adapt'"),
+        ("create_pool", "perhaps", "boolean"),
         ("trace", "trace.jsonl", "'trace.jsonl' is not an absolute path"),
         ("load_timeout_seconds", float("inf"), "less than or equal to 3600"),
     ],

@@ -26,13 +26,17 @@ logger = logging.getLogger(__name__)
 class Foothold:
     """Where one writer process stands in one pool.
 
+    Args:
+        may_create: whether a blank disk on the same mount point may be made a pool again; else somebody else must.
+
     Attributes:
         is_there: the pool was the one that was opened when it was last looked at.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, *, may_create: bool = True) -> None:
         self.is_there = True
         self._pool = pool
+        self._may_create = may_create
         self._anchor = Anchor.of(pool)
         self._current: tuple[Fingerprint, dict[str, Any]] | None = None
         self._locks: dict[Fingerprint, WriterLock] = {}
@@ -86,7 +90,7 @@ class Foothold:
     def _is_usable(self) -> bool:
         state = self._anchor.state()
         if state is PoolState.BLANK:
-            self._pool = open_pool(self._pool.directory, create=True)
+            self._pool = open_pool(self._pool.directory, create=self._may_create, for_writing=True)
             self._anchor = Anchor.of(self._pool)
             logger.warning("%s was blank and is a pool again, as %s", self._pool.directory, self._pool.uid)
         elif state is not PoolState.SAME:

@@ -46,6 +46,7 @@ class Housekeeping:
         pool: opened by this process.
         capacity_bytes: most bytes that the pool's block files may take; the sidecar may allow less. 0: what it allows.
         on_write_budget: called with whether the pool limits what is written a day, every few seconds of storing.
+        may_create: whether a blank disk in the pool's place may be made a pool again.
         clock: monotonic seconds; a parameter for tests.
     """
 
@@ -55,6 +56,7 @@ class Housekeeping:
         *,
         capacity_bytes: int,
         on_write_budget: Callable[[bool], None],
+        may_create: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
@@ -62,7 +64,7 @@ class Housekeeping:
         self._on_write_budget = on_write_budget
         self._clock = clock
         self._ledger = UsageLedger(pool.directory)
-        self._foothold = Foothold(pool)
+        self._foothold = Foothold(pool, may_create=may_create)
         self._looked = clock()
         self._warned = False
         self._number = 0

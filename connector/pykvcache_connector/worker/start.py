@@ -1,7 +1,7 @@
 """A worker's half: built when vLLM registers its KV cache, from probe, staging memory, ring, reactor and copies.
 
-A wrong option raises `ConfigurationError` and stops the engine at start-up. A pool that cannot be used does not: the
-worker then says why and goes on without the cache.
+A wrong option raises `ConfigurationError` and stops the engine at start-up, unless the options say `when_unfit: adapt`.
+A pool that cannot be used does not: the worker then says why and goes on without the cache.
 """
 
 import logging
@@ -19,7 +19,7 @@ from pykvcache_connector.worker.layout import BlockLayout
 from pykvcache_connector.worker.outcomes import Outcomes
 from pykvcache_connector.worker.transfer import Transfer, TransferOptions
 from pykvcache_contract import metrics
-from pykvcache_contract.errors import PoolUnavailableError, ReadOnlyError
+from pykvcache_contract.errors import ConfigurationError, PoolUnavailableError, ReadOnlyError
 from pykvcache_contract.units import format_size
 from pykvcache_storage.block import FileAccess
 from pykvcache_storage.memory import StagingMemory
@@ -64,7 +64,7 @@ class WorkerSide:
         """Return the handler over vLLM's canonical KV caches; it does nothing where the pool cannot be used.
 
         Raises:
-            ConfigurationError: an option must be changed.
+            ConfigurationError: an option must be changed, and `when_unfit` is `error`.
         """
         groups = [
             KVTensors([tensor for tensor, _ in refs], BlockLayout(tuple(size for _, size in refs), self._blocks), group)
@@ -85,6 +85,10 @@ class WorkerSide:
             )
             self._unavailable = None
         except (PoolUnavailableError, ReadOnlyError) as error:
+            self._unavailable = str(error)
+        except ConfigurationError as error:
+            if self._settings.when_unfit == "error":
+                raise
             self._unavailable = str(error)
         return self._handler
 
@@ -140,7 +144,7 @@ def make_transfer(
         ConfigurationError: an option must be changed.
         PoolUnavailableError: go on without the cache.
     """
-    pool = open_pool(settings.pool, create=True)
+    pool = open_pool(settings.pool, create=settings.create_pool, for_writing=True)
     examine = probe if pool.writable else probe_read_only
     found = examine(settings.pool, engine=settings.engine, direct_io=settings.direct_io)
     largest = max(tensors.layout.file_size_bytes for tensors in groups)
@@ -175,7 +179,12 @@ def make_transfer(
         {tensors.group: tensors.layout for tensors in groups},
         reactor=reactor,
         copier=copier,
-        housekeeping=Housekeeping(pool, capacity_bytes=settings.capacity, on_write_budget=outcomes.write_budget),
+        housekeeping=Housekeeping(
+            pool,
+            capacity_bytes=settings.capacity,
+            on_write_budget=outcomes.write_budget,
+            may_create=settings.create_pool,
+        ),
         outcomes=outcomes,
     )
 
