@@ -6,8 +6,8 @@ instance lives in the scheduler's process and one in each worker; the class meth
 importing this module starts nothing.
 
 Two rules: a wrong option stops the engine at start-up with `ConfigurationError`; anything else that is wrong turns the
-cache off, is logged with the remedy, and shows as `vllm:pykvcache_enabled 0`. With the option `when_unfit: adapt`, which
-injected pods have, the first rule is the second too, and so are vLLM's own objections to our being there.
+cache off, is logged with the remedy, and shows as `vllm:pykvcache_enabled 0`. With the option `when_unfit: adapt`, as in
+injected pods, a wrong option turns it off too, and so does whatever vLLM has against us.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from pykvcache_connector.messages import ConnectorMetadata, OffMetadata, WorkerH
 from pykvcache_connector.off import OffConnector
 from pykvcache_connector.scheduler.manager import Manager
 from pykvcache_connector.scheduler.staging import Progress, longest_end, needed
-from pykvcache_connector.startup import EngineShape, IdentityMaker, check_configuration, staged_max, why_off
 from pykvcache_connector.settings import Settings
+from pykvcache_connector.startup import EngineShape, IdentityMaker, check_configuration, staged_max, why_off
 from pykvcache_connector.stats import ConnectorPromMetrics, ConnectorStats, Counts
 from pykvcache_connector.vllm_api import KVConnectorRole, OffloadingConnector
 from pykvcache_connector.worker.start import WorkerSide

@@ -129,7 +129,10 @@ class Settings(BaseModel):
             "change. With `adapt` vLLM starts in any case: `block_size` is made to fit, and whatever else does not fit "
             "turns the cache off."
         ),
-        json_schema_extra={"unit": "", "change": "To `adapt`, where nobody sees vLLM fail; pods in Kubernetes have it."},
+        json_schema_extra={
+            "unit": "",
+            "change": "To `adapt`, where vLLM must start in any case; injected pods have it.",
+        },
     )
     create_pool: bool = Field(
         default=True,

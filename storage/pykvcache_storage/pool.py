@@ -111,7 +111,7 @@ def open_pool(directory: str, *, create: bool, for_writing: bool | None = None) 
         if not create:
             raise NotYetAPoolError(
                 f"{directory} is not a cache pool: it has no {POOL_FILE}. Check the path, and whether its disk is "
-                "mounted; an empty directory becomes a pool with the first sidecar, node agent or vLLM that may make one."
+                "mounted; the first sidecar, node agent or vLLM that may do so makes an empty directory a pool."
             )
         identity = _create_identity(directory)
     reason = _why_not_writable(directory, test=create if for_writing is None else for_writing)
