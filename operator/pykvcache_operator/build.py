@@ -11,12 +11,14 @@ from pykvcache_contract.api.selection import node_label
 from pykvcache_contract.names import (
     API_GROUP,
     API_VERSION,
+    CONDITION_INJECTION_HEALTHY,
     FINALIZER,
     OPERATOR_FIELD_MANAGER,
     POOL_KIND,
     POOL_LABEL_READY,
     POOL_NAME_LABEL,
 )
+from pykvcache_operator.pods import PodFacts
 from pykvcache_operator.resources import POOL_UID_LABEL, Notice
 from pykvcache_operator.shared import claim_name
 
@@ -25,7 +27,7 @@ EVENT_NAMESPACE = "default"
 EVENT_NOTE_BYTES_MAX = 1024
 """In UTF-8: the API server says characters, counts bytes, and refuses what is longer."""
 Document = dict[str, Any]
-_QUIET_FIELDS = ("usedBytes", "used")
+_QUIET_FIELDS = ("usedBytes", "used", "injectedPods", "skippedPods", "missedPods", "pods")
 
 
 def finalizer(pool: KVCachePool) -> Document:
@@ -84,10 +86,33 @@ def _requests(pool: KVCachePool) -> Document:
 
 def event(pool: KVCachePool, notice: Notice, *, instance: str, now: datetime) -> Document:
     """Return an Event about a pool."""
+    regarding = {
+        "apiVersion": f"{API_GROUP}/{API_VERSION}",
+        "kind": POOL_KIND,
+        "name": pool.name,
+        "uid": pool.metadata.uid,
+        "resourceVersion": pool.metadata.resource_version,
+    }
+    metadata = {"generateName": f"{pool.name}-", "namespace": EVENT_NAMESPACE}
+    return _event(notice, metadata, regarding, instance=instance, now=now)
+
+
+def pod_event(pod: PodFacts, notice: Notice, *, instance: str, now: datetime) -> Document:
+    """Return an Event about a pod.
+
+    Its name is the same whoever posts it and whenever: the API server refuses a second one, and nobody has to remember
+    which pods were told about.
+    """
+    regarding = {"apiVersion": "v1", "kind": "Pod", "namespace": pod.namespace, "name": pod.name, "uid": pod.uid}
+    metadata = {"name": f"pykvcache.{pod.uid}.{notice.reason.lower()}", "namespace": pod.namespace}
+    return _event(notice, metadata, regarding, instance=instance, now=now)
+
+
+def _event(notice: Notice, metadata: Document, regarding: Document, *, instance: str, now: datetime) -> Document:
     return {
         "apiVersion": "events.k8s.io/v1",
         "kind": "Event",
-        "metadata": {"generateName": f"{pool.name}-", "namespace": EVENT_NAMESPACE},
+        "metadata": metadata,
         "eventTime": now.astimezone(timezone.utc).isoformat(timespec="microseconds").replace("+00:00", "Z"),
         "type": notice.severity.value,
         "reason": notice.reason,
@@ -95,13 +120,7 @@ def event(pool: KVCachePool, notice: Notice, *, instance: str, now: datetime) ->
         "action": "Reconcile",
         "reportingController": f"{API_GROUP}/operator",
         "reportingInstance": instance[:128],
-        "regarding": {
-            "apiVersion": f"{API_GROUP}/{API_VERSION}",
-            "kind": POOL_KIND,
-            "name": pool.name,
-            "uid": pool.metadata.uid,
-            "resourceVersion": pool.metadata.resource_version,
-        },
+        "regarding": regarding,
     }
 
 
@@ -126,7 +145,22 @@ def status_differs(current: Mapping[str, Any], wanted: PoolStatus) -> bool:
 
 
 def is_quiet(current: Mapping[str, Any], wanted: PoolStatus) -> bool:
-    """Say whether nothing differs but what changes all the time and nobody waits for."""
+    """Say whether nothing differs but what changes all the time and nobody waits for.
+
+    Pods come and go by the thousand, so of them only the first that went past the webhook is news.
+    """
     document = to_dict(wanted)
-    names = (field.name for field in api_fields(PoolStatus) if field.name not in _QUIET_FIELDS)
-    return all(current.get(name) == document.get(name) for name in names)
+    is_first_missed = _misses_pods(document) and not _misses_pods(current)
+    return _loud(current) == _loud(document) and not is_first_missed
+
+
+def _loud(status: Mapping[str, Any]) -> Document:
+    """Return what somebody may wait for."""
+    fields = {field.name: status.get(field.name) for field in api_fields(PoolStatus) if field.name not in _QUIET_FIELDS}
+    conditions = [c for c in status.get("conditions") or () if c["type"] != CONDITION_INJECTION_HEALTHY]
+    return {**fields, "conditions": conditions}
+
+
+def _misses_pods(status: Mapping[str, Any]) -> bool:
+    conditions = status.get("conditions") or ()
+    return any(c["type"] == CONDITION_INJECTION_HEALTHY and c["status"] == "False" for c in conditions)

@@ -146,26 +146,25 @@ class Api:
             if not (error.is_missing or error.is_conflict):
                 raise
 
+    async def pages(self, path: str, query: Mapping[str, str] | None = None) -> AsyncIterator[Document]:
+        """Yield a list page by page: each has `items` and, in `metadata`, the resource version of the whole."""
+        wanted = {**(query or {}), "limit": str(PAGE_OBJECTS)}
+        while True:
+            page = await self._document("list", "GET", path, query=wanted)
+            yield page
+            token = page["metadata"].get("continue")
+            if not token:
+                return
+            wanted["continue"] = token
+
     async def list(self, path: str, query: Mapping[str, str] | None = None) -> tuple[list[Document], str]:
         """Return all objects and the resource version of the list."""
         items: list[Document] = []
         version = ""
-        async for page, version in self.pages(path, query):
-            items += page
+        async for page in self.pages(path, query):
+            items += page["items"]
+            version = page["metadata"]["resourceVersion"]
         return items, version
-
-    async def pages(
-        self, path: str, query: Mapping[str, str] | None = None
-    ) -> AsyncIterator[tuple[Documents, str]]:
-        """Yield the objects of each page of a list, and the resource version of the list."""
-        page = {**(query or {}), "limit": str(PAGE_OBJECTS)}
-        while True:
-            answer = await self._document("list", "GET", path, query=page)
-            yield answer["items"], answer["metadata"]["resourceVersion"]
-            token = answer["metadata"].get("continue")
-            if not token:
-                return
-            page["continue"] = token
 
     async def watch(
         self, path: str, *, query: Mapping[str, str], silence_seconds: float

@@ -14,6 +14,7 @@ from pykvcache_contract.names import (
     CONDITION_CAPACITY_OK,
     CONDITION_DEGRADED,
     CONDITION_DELETING,
+    CONDITION_INJECTION_HEALTHY,
     CONDITION_READY,
     REASON_ERROR,
 )
@@ -27,9 +28,15 @@ _BAD = {
     CONDITION_DEGRADED: ConditionStatus.TRUE,
     CONDITION_CAPACITY_OK: ConditionStatus.FALSE,
     CONDITION_DELETING: ConditionStatus.TRUE,
+    CONDITION_INJECTION_HEALTHY: ConditionStatus.FALSE,
 }
 """Conditions whose changes are Events, and the status that is bad news; the other conditions explain these."""
-_GOOD_NEWS = {CONDITION_READY: "Ready", CONDITION_DEGRADED: "Recovered", CONDITION_CAPACITY_OK: "CapacityOK"}
+_GOOD_NEWS = {
+    CONDITION_READY: "Ready",
+    CONDITION_DEGRADED: "Recovered",
+    CONDITION_CAPACITY_OK: "CapacityOK",
+    CONDITION_INJECTION_HEALTHY: "InjectionHealthy",
+}
 """Reasons of the Events for the better."""
 
 
@@ -49,6 +56,12 @@ def merged(
     """Return the conditions that the findings make of those known; one without a finding goes."""
     before = {condition.type: condition for condition in known}
     return tuple(_condition(finding, before.get(finding.type), generation, now) for finding in findings)
+
+
+def kept(known: Sequence[Condition], kind: str) -> tuple[Finding, ...]:
+    """Return the finding that leaves a known condition as it is; none if it is not known."""
+    holds = {ConditionStatus.TRUE: True, ConditionStatus.FALSE: False, ConditionStatus.UNKNOWN: None}
+    return tuple(Finding(c.type, holds[c.status], c.reason, c.message) for c in known if c.type == kind)
 
 
 def word(reason: str) -> str:

@@ -14,13 +14,14 @@ from pykvcache_contract.api.selection import node_label
 from pykvcache_contract.names import (
     CONDITION_DEGRADED,
     CONDITION_DELETING,
+    CONDITION_INJECTION_HEALTHY,
     CONDITION_READY,
     FINALIZER,
     FORCE_DELETE_ANNOTATION,
 )
 from pykvcache_contract.units import format_size
-from pykvcache_operator import node_local, shared
-from pykvcache_operator.conditions import Finding, merged, notices
+from pykvcache_operator import node_local, pods, shared
+from pykvcache_operator.conditions import Finding, kept, merged, notices
 from pykvcache_operator.resources import POOL_UID_LABEL, Decision, NodeView, Notice, Observation, Severity
 
 ERASE_SECONDS = 600
@@ -60,12 +61,34 @@ def _report(seen: Observation, status: PoolStatus, findings: Sequence[Finding], 
     """Return the decision that brings a status up to date, and keeps the pool until it is cleaned up."""
     pool = seen.pool
     generation, known = pool.metadata.generation, pool.status.conditions
-    conditions = merged(known, findings, generation=generation, now=now)
+    conditions = merged(known, (*findings, *_injection(seen)), generation=generation, now=now)
     return Decision(
         add_finalizer=FINALIZER not in pool.metadata.finalizers,
-        status=replace(status, observed_generation=generation, conditions=conditions),
+        status=replace(_with_pods(seen, status), observed_generation=generation, conditions=conditions),
         notices=notices(known, conditions),
     )
+
+
+def _injection(seen: Observation) -> tuple[Finding, ...]:
+    """Say whether the webhook saw every pod; while pods are read for the first time, what was known before."""
+    if seen.pods is None:
+        return ()
+    if seen.pods.problem is None:
+        return kept(seen.pool.status.conditions, CONDITION_INJECTION_HEALTHY)
+    return (pods.finding(seen.pool.name, seen.pods.counts, problem=seen.pods.problem),)
+
+
+def _with_pods(seen: Observation, status: PoolStatus) -> PoolStatus:
+    """Return a status with the numbers of pods, from before as long as nothing newer is known."""
+    if seen.pods is None:
+        return status
+    if seen.pods.problem is None:
+        known = seen.pool.status
+        numbers = (known.injected_pods, known.skipped_pods, known.missed_pods)
+    else:
+        counts = seen.pods.counts
+        numbers = (counts.injected, counts.skipped, counts.missed)
+    return replace(status, injected_pods=numbers[0], skipped_pods=numbers[1], missed_pods=numbers[2])
 
 
 def _delete(seen: Observation, now: datetime) -> Decision:

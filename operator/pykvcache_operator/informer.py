@@ -12,7 +12,8 @@ Objects are reduced by `trim` at once: a cluster's Nodes whole would take hundre
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from pykvcache_contract.errors import ConfigurationError
@@ -26,6 +27,17 @@ Item = TypeVar("Item")
 Key = tuple[str, str]
 """(namespace or "", name)."""
 Changed = Callable[[Key, Item | None, Item | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Read(Generic[Item]):
+    """What is kept of one object; no item where `problem` says why it is not understood."""
+
+    key: Key
+    uid: str
+    version: int
+    item: Item | None
+    problem: str = ""
 
 
 class Store(Generic[Item]):
@@ -50,25 +62,33 @@ class Store(Generic[Item]):
     def __len__(self) -> int:
         return len(self._items)
 
+    def read(self, document: Document) -> Read[Item]:
+        """Reduce an object to what `take` needs of it."""
+        metadata = document["metadata"]
+        key, version = key_of(document), int(metadata["resourceVersion"])
+        try:
+            return Read(key, metadata["uid"], version, self._trim(document))
+        except ConfigurationError as error:
+            return Read(key, metadata["uid"], version, None, str(error))
+
     def put(self, document: Document) -> None:
         """Take an object as it is now; one older than what is here (a late event) is passed over."""
-        key, uid = key_of(document), document["metadata"]["uid"]
-        version = int(document["metadata"]["resourceVersion"])
-        _, known_version = self._versions.get(key, ("", -1))
-        if version <= known_version:
+        self._take(self.read(document))
+
+    def _take(self, read: Read[Item]) -> None:
+        _, known_version = self._versions.get(read.key, ("", -1))
+        if read.version <= known_version:
             return
-        try:
-            after = self._trim(document)
-        except ConfigurationError as error:
-            logger.warning("left out, because this version does not understand it: %s: %s", key[1], error)
-            self._unread[key] = uid
-            self._drop(key)
+        if read.problem:
+            logger.warning("left out, because this version does not understand it: %s: %s", read.key[1], read.problem)
+            self._unread[read.key] = read.uid
+            self._drop(read.key)
             return
-        self._unread.pop(key, None)
-        before = self._items.get(key)
-        self._items[key], self._versions[key] = after, (uid, version)
+        self._unread.pop(read.key, None)
+        before, after = self._items.get(read.key), read.item
+        self._items[read.key], self._versions[read.key] = after, (read.uid, read.version)  # type: ignore[assignment]
         if before != after:
-            self._changed(key, before, after)
+            self._changed(read.key, before, after)
 
     def remove(self, document: Document) -> None:
         """Take it that this object is gone, unless another one has its name by now."""
@@ -85,14 +105,19 @@ class Store(Generic[Item]):
 
     def replace(self, documents: list[Document], version: str) -> None:
         """Take these objects as all there were at a version; what is here and newer than the list stays."""
-        present = {key_of(document) for document in documents}
+        self.take([self.read(document) for document in documents], version)
+
+    def take(self, reads: Iterable[Read[Item]], version: str) -> None:
+        """Do as `replace` does, with objects that `read` has reduced."""
+        reads = list(reads)
+        present = {read.key for read in reads}
         gone = (key for key, (_, known) in self._versions.items() if key not in present and known <= int(version))
         for key in list(gone):
             self._drop(key)
         for key in self._unread.keys() - present:
             self._forget_unread(key)
-        for document in documents:
-            self.put(document)
+        for read in reads:
+            self._take(read)
 
     def is_unread(self, name: str, namespace: str = "") -> bool:
         """Say whether there is an object of this name that was left out; it is not gone."""
@@ -173,8 +198,12 @@ class Informer(Generic[Item]):
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # so that replicas and kinds spread out
 
     async def _list(self) -> None:
-        documents, version = await self._api.list(self._path, self._query)
-        self.store.replace(documents, version)
+        reads: list[Read[Item]] = []
+        version = ""
+        async for page in self._api.pages(self._path, self._query):
+            reads += map(self.store.read, page["items"])  # at once: all pods of a cluster whole take a gigabyte
+            version = page["metadata"]["resourceVersion"]
+        self.store.take(reads, version)
         self._hear(version)
         self.synced.set()
 

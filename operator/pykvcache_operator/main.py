@@ -112,8 +112,8 @@ def _run(
         bool,
         _told(
             "FOLLOW_PODS",
-            "Watch the pods of all namespaces that are labelled for a pool, and tell which of them go without the cache. "
-            "Needs the right to list pods and to create Events everywhere.",
+            "Watch the pods of all namespaces that are labelled for a pool, and tell which of them go without the "
+            "cache. Needs the right to list pods and to create Events everywhere.",
         ),
     ] = False,
     webhook_configuration: Annotated[

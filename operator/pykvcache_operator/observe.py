@@ -4,7 +4,7 @@ from pykvcache_contract.api.node import KVCacheNode
 from pykvcache_contract.api.pool import KVCachePool, StorageType
 from pykvcache_contract.api.selection import node_label
 from pykvcache_operator.cluster import Cluster
-from pykvcache_operator.resources import NodeView, Observation, PoolItem
+from pykvcache_operator.resources import NodeView, Observation, PodsView, PoolItem
 from pykvcache_operator.shared import claim_name, needs_namespaces
 
 
@@ -16,6 +16,7 @@ def observe(
     claims_refusal: str,
     allowed_host_paths: tuple[str, ...],
     is_calibrating: bool,
+    pods: PodsView | None,
 ) -> Observation:
     """Return the cluster as a pool sees it now; the other arguments are told as they are."""
     pool = item.pool
@@ -28,6 +29,7 @@ def observe(
             min_free_bytes=frees,
             allowed_host_paths=allowed_host_paths,
             is_calibrating=is_calibrating,
+            pods=pods,
         )
     if kind is StorageType.SHARED_FILESYSTEM:
         name, uid = claim_name(pool), pool.metadata.uid
@@ -37,8 +39,9 @@ def observe(
             claims=tuple(claim for claim in cluster.claims.values() if claim.name == name or claim.pool_uid == uid),
             claims_problem=claims_problem,
             claims_refusal=claims_refusal,
+            pods=pods,
         )
-    return Observation(item=item)
+    return Observation(item=item, pods=pods)
 
 
 def labelled_nodes(cluster: Cluster, pool_name: str) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """One pool, brought to its declared state: observe, decide, apply. Runs in the workers of `work.Work`.
 
 No writes when nothing changed: a status equal to the server's is not sent, and one that differs only in how much is
-used is sent at most every `QUIET_SECONDS`.
+used, or in how many pods use it, is sent at most every `QUIET_SECONDS`.
 """
 
 import logging
@@ -18,7 +18,7 @@ from pykvcache_operator.decide import decide
 from pykvcache_operator.exporter import Metrics
 from pykvcache_operator.node_local import why_refused
 from pykvcache_operator.observe import labelled_nodes, observe
-from pykvcache_operator.resources import Decision, PoolItem
+from pykvcache_operator.resources import Decision, PodsView, PoolItem
 from pykvcache_operator.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class Reconciler:
     Args:
         calibrator: None if nothing is to be measured.
         claims_problem: returns why what a pool's claims need cannot be read, "" if it can, None if not yet.
+        pods: returns what is known of the pods that are labelled for a pool; None if nobody follows pods.
         clock: monotonic seconds.
     """
 
@@ -48,11 +49,12 @@ class Reconciler:
         settings: Settings,
         metrics: Metrics,
         claims_problem: Callable[[KVCachePool], str | None],
+        pods: Callable[[str], PodsView | None],
         clock: Callable[[], float],
     ) -> None:
         self._cluster, self._applier, self._calibrator = cluster, applier, calibrator
         self._settings, self._metrics = settings, metrics
-        self._claims_problem, self._clock = claims_problem, clock
+        self._claims_problem, self._pods, self._clock = claims_problem, pods, clock
         self._written: dict[str, float] = {}
 
     async def reconcile(self, name: str) -> float | None:
@@ -95,6 +97,7 @@ class Reconciler:
             claims_refusal=self._applier.refusals.get(item.pool.name, ""),
             allowed_host_paths=self._settings.allowed_host_paths,
             is_calibrating=self._calibrator is not None,
+            pods=self._pods(item.pool.name),
         )
         decision = self._spare(item, decide(seen, now))
         await self._applier.apply(item.pool, decision, now)
@@ -111,4 +114,4 @@ class Reconciler:
         if wait <= 0 or not is_quiet(item.status, status):
             return decision
         again = min(wait, decision.again_seconds or wait)
-        return replace(decision, status=None, again_seconds=again)
+        return replace(decision, status=None, notices=(), again_seconds=again)  # what is written later is told later

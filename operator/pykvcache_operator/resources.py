@@ -68,6 +68,25 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PodCounts:
+    """The labelled pods of a pool by what became of them, and the first few that go without, as people read them."""
+
+    injected: int = 0
+    skipped: int = 0
+    missed: int = 0
+    skipped_pods: tuple[str, ...] = ()
+    missed_pods: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PodsView:
+    """Labelled pods as far as they are known; `problem`: why they cannot be read, None while they are read first."""
+
+    counts: PodCounts
+    problem: str | None = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     """The cluster as one pool sees it, at one moment.
 
@@ -80,6 +99,7 @@ class Observation:
         claims_refusal: why a claim could not be written last time, "" if all could.
         allowed_host_paths: prefixes under which volume HostPath is allowed.
         is_calibrating: whether this operator measures disks at all.
+        pods: None: this operator does not follow pods.
     """
 
     item: PoolItem
@@ -91,6 +111,7 @@ class Observation:
     claims_refusal: str = ""
     allowed_host_paths: tuple[str, ...] = ()
     is_calibrating: bool = True
+    pods: PodsView | None = None
 
     @property
     def pool(self) -> KVCachePool:

@@ -11,6 +11,7 @@ import logging
 import signal
 import time
 from collections.abc import Collection, Coroutine, Iterator
+from datetime import datetime, timezone
 from typing import Any
 
 import kopf
@@ -21,10 +22,14 @@ from pykvcache_contract.metrics import (
     API_REQUESTS,
     IS_LEADER,
     KNOWN_POOLS,
+    LABELLED_PODS,
     LAST_WATCH_EVENT,
     POOL_NODES_DESIRED,
     POOL_NODES_READY,
     RECONCILES_WAITING,
+    WEBHOOK_CERTIFICATE_EXPIRY,
+    WEBHOOK_CERTIFICATE_FAILURES,
+    WEBHOOK_CERTIFICATES,
     Metric,
 )
 from pykvcache_contract.names import CONDITION_READY
@@ -32,12 +37,15 @@ from pykvcache_operator import handlers, paths, server
 from pykvcache_operator.apply import Applier
 from pykvcache_operator.calibration_job import COMPONENT_LABELS, JobSettings
 from pykvcache_operator.calibrator import Calibrator
+from pykvcache_operator.certifier import Certifier
 from pykvcache_operator.client import Api, ApiError, load_configuration
 from pykvcache_operator.cluster import Cluster
+from pykvcache_operator.detector import QUERY, Detector
 from pykvcache_operator.exporter import Metrics
 from pykvcache_operator.informer import Informer, Store
 from pykvcache_operator.lease import Lease
 from pykvcache_operator.reconcile import Reconciler
+from pykvcache_operator.resources import PodCounts, PodsView
 from pykvcache_operator.settings import Settings
 from pykvcache_operator.shared import needs_namespaces
 from pykvcache_operator.work import Work
@@ -63,6 +71,11 @@ class Operator:
             image_pull_secrets=settings.calibration_pull_secrets,
             priority_class=settings.calibration_priority_class,
         )
+        self._detector = (
+            Detector(api, wake=self._wake_for_pods, instance=settings.identity, clock=time.monotonic)
+            if settings.follow_pods
+            else None
+        )
         self._reconciler = Reconciler(
             self._cluster,
             Applier(api, self._cluster, instance=settings.identity),
@@ -70,6 +83,7 @@ class Operator:
             settings=settings,
             metrics=self._metrics,
             claims_problem=self._claims_problem,
+            pods=self._pods,
             clock=time.monotonic,
         )
         self._work = Work(self._reconciler.reconcile, workers=settings.workers)
@@ -80,6 +94,7 @@ class Operator:
             identity=settings.identity,
             clock=time.monotonic,
         )
+        self._certifier = _certifier(api, settings) if settings.webhook_configuration else None
         self._informers: dict[str, Informer[Any]] = {}
         self._pools_heard = time.monotonic()
         self._tasks: list[asyncio.Task[Any]] = []
@@ -134,12 +149,16 @@ class Operator:
 
     async def _work_until_the_end(self) -> None:
         self._start("lease", self._lease.keep())
+        if self._certifier is not None:
+            self._start("certificates", self._certifier.run())
         await self._until_done(self._start("preparations", self._prepare()))
         if self._stop.is_set():
             return
         self._is_started = True
         for name, part in (("workers", self._work.run()), ("resync", self._resync()), ("needs", self._follow_needs())):
             self._start(name, part)
+        if self._detector is not None:
+            self._start("pods", self._follow_pods(self._detector, self._pods_problem()))
         self._tasks += await self._spawn_kopf()
         self._take_signals()  # from kopf, which took them
         await self._until_done(None)
@@ -186,7 +205,10 @@ class Operator:
             namespace, query = self._settings.namespace, {"labelSelector": labels}
             self._follow("jobs", self._cluster.jobs, paths.jobs(namespace), query=query)
             self._follow("pods", self._cluster.pods, paths.pods(namespace), query=query)
-        await asyncio.gather(*(informer.synced.wait() for informer in self._informers.values()))
+        needed = list(self._informers.values())
+        if self._detector is not None:  # not waited for: without its numbers all else can be done
+            self._follow(LABELLED_PODS, self._detector.store, paths.ALL_PODS, query=QUERY)
+        await asyncio.gather(*(informer.synced.wait() for informer in needed))
         await self._list_pools_patiently()
         for name in self._cluster.concerned():
             self._work.add(name, 0.0)
@@ -237,6 +259,16 @@ class Operator:
             await asyncio.sleep(NEED_SECONDS)
         await asyncio.Event().wait()
 
+    async def _follow_pods(self, detector: Detector, known: str | None) -> None:
+        """Post Events about pods, and look at all pools again when pods can be read, or no longer can."""
+        posting = self._start("events about pods", detector.run())
+        while not posting.done():
+            await asyncio.sleep(NEED_SECONDS)
+            if (problem := self._pods_problem()) != known:
+                known = problem
+                for item in self._cluster.pools.values():
+                    self._work.add(item.pool.name)
+
     def _follow(self, name: str, store: Store[Any], path: str, query: dict[str, str] | None = None) -> None:
         informer = self._informers[name] = Informer(
             self._api,
@@ -260,6 +292,10 @@ class Operator:
         if self._is_started:
             self._work.add(name)
 
+    def _wake_for_pods(self, label: str, after_seconds: float) -> None:
+        if self._is_started and self._cluster.pools.get(label) is not None:
+            self._work.add(label, after_seconds)
+
     def _hear_pools(self) -> None:
         self._pools_heard = time.monotonic()
 
@@ -275,6 +311,8 @@ class Operator:
             yield API_REQUESTS, labels, float(self._api.requests[labels[0]])
         if not self._lease.is_held:
             return
+        if self._certifier is not None:
+            yield from _certificate_samples(self._certifier)
         for name, age in self._ages():
             yield LAST_WATCH_EVENT, (name,), time.time() - age
         ready = {"True": 0, "False": 0, "Unknown": 0}
@@ -285,6 +323,24 @@ class Operator:
             yield POOL_NODES_DESIRED, (item.pool.name,), float(item.pool.status.nodes_desired)
         for status, count in ready.items():
             yield KNOWN_POOLS, (status.lower(),), float(count)
+        if self._detector is not None and self._pods_problem() == "":
+            yield from self._detector.samples({item.pool.name for item in self._cluster.pools.values()})
+
+    def _pods(self, pool_name: str) -> PodsView | None:
+        """Return what is known of the pods labelled for a pool; None if they are not followed."""
+        if self._detector is None:
+            return None
+        problem = self._pods_problem()
+        return PodsView(PodCounts() if problem is None else self._detector.counts(pool_name), problem)
+
+    def _pods_problem(self) -> str | None:
+        """Return why pods cannot be read; "" if they were, None if that is under way."""
+        informer = self._informers.get(LABELLED_PODS)
+        if informer is None:
+            return None
+        if informer.synced.is_set() and not informer.is_refused:
+            return ""
+        return informer.problem or None
 
     def _claims_problem(self, pool: KVCachePool) -> str | None:
         """Return why what a pool's claims need cannot be read; "" if it was, None if that is under way."""
@@ -293,6 +349,24 @@ class Operator:
         if len(informers) == len(names) and all(i.synced.is_set() and not i.is_refused for i in informers):
             return ""
         return "; ".join(informer.problem for informer in informers if informer.problem) or None
+
+
+def _certifier(api: Api, settings: Settings) -> Certifier:
+    return Certifier(
+        api,
+        namespace=settings.namespace,
+        configuration=settings.webhook_configuration,
+        service=settings.webhook_service,
+        clock=lambda: datetime.now(timezone.utc),
+        monotonic=time.monotonic,
+    )
+
+
+def _certificate_samples(certifier: Certifier) -> Iterator[tuple[Metric, tuple[str, ...], float]]:
+    yield WEBHOOK_CERTIFICATE_FAILURES, (), float(certifier.failures)
+    for which in WEBHOOK_CERTIFICATES:
+        if end := certifier.expiries.get(which):
+            yield WEBHOOK_CERTIFICATE_EXPIRY, (which,), end.timestamp()
 
 
 async def run(settings: Settings) -> None:

@@ -7,6 +7,7 @@ from pykvcache_operator.decide import decide
 from pykvcache_operator.observe import labelled_nodes, observe
 
 GIB = 2**30
+OPTIONS = {"claims_problem": "", "claims_refusal": "", "allowed_host_paths": (), "is_calibrating": True, "pods": None}
 
 
 class Told:
@@ -128,8 +129,7 @@ def test_pools_that_are_gone_are_concerned_while_they_left_something(told, world
 def test_an_agent_that_is_not_understood_is_told_from_none(told, world):
     told.put_cache("a", entries(world), disks=[{"mountPath": "/mnt/a", "type": "Holographic"}])
     item = told.cluster.pools.get("p")
-    options = {"claims_problem": "", "claims_refusal": "", "allowed_host_paths": (), "is_calibrating": True}
-    (failing,) = decide(observe(told.cluster, item, **options), world.now).status.failing_nodes
+    (failing,) = decide(observe(told.cluster, item, **OPTIONS), world.now).status.failing_nodes
     assert failing.reason == "NodeAgentOfAnotherVersion"
 
 
@@ -141,7 +141,7 @@ def test_a_pool_sees_nodes_it_selects_nodes_with_its_label_and_nodes_that_hold_i
     told.put_cache("stranger", [world.entry(uid="older")])
     told.put_cache("lost", entries(world))
     item = told.cluster.pools.get("p")
-    seen = observe(told.cluster, item, claims_problem="", claims_refusal="", allowed_host_paths=(), is_calibrating=True)
+    seen = observe(told.cluster, item, **OPTIONS)
     views = {view.name: (view.node is not None, view.cache is not None) for view in seen.nodes}
     assert views == {"a": (True, True), "holder": (True, True), "labelled": (True, False), "lost": (False, True)}
     assert seen.min_free_bytes == {"p": 10 * GIB, "q": 10 * GIB}

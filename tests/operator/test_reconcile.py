@@ -46,6 +46,7 @@ def make_reconciler(cluster, calibrator, writer=None):
         settings=Settings(),
         metrics=Metrics(),
         claims_problem=lambda _pool: "",
+        pods=lambda _name: None,
         clock=time.monotonic,
     )
 
