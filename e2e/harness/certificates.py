@@ -33,11 +33,23 @@ class Authority:
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         self._write("ca", self._key, builder.sign(self._key, hashes.SHA256()))
 
-    def issue(self, name: str, *, common_name: str, organization: str = "", names: Sequence[str] = ()) -> None:
-        """Write NAME.crt and NAME.key, good for serving under `names` (DNS or IP) and as a client."""
+    def issue(
+        self,
+        name: str,
+        *,
+        common_name: str,
+        organization: str = "",
+        names: Sequence[str] = (),
+        life: dt.timedelta = LIFE,
+    ) -> None:
+        """Write NAME.crt and NAME.key, good for serving under `names` (DNS or IP) and as a client.
+
+        A `life` below zero makes one that has expired.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
-        builder = _builder(_subject(common_name, organization), self._name, key).add_extension(usage, critical=False)
+        subject = _subject(common_name, organization)
+        builder = _builder(subject, self._name, key, life=life).add_extension(usage, critical=False)
         if names:
             builder = builder.add_extension(x509.SubjectAlternativeName(list(map(_name, names))), critical=False)
         self._write(name, key, builder.sign(self._key, hashes.SHA256()))
@@ -99,14 +111,17 @@ def _name(text: str) -> x509.GeneralName:
         return x509.DNSName(text)
 
 
-def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, *, life: dt.timedelta = LIFE
+) -> x509.CertificateBuilder:
     now = dt.datetime.now(dt.timezone.utc)
+    end = now + life
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - dt.timedelta(minutes=5))
-        .not_valid_after(now + LIFE)
+        .not_valid_before(min(now, end) - dt.timedelta(minutes=5))
+        .not_valid_after(end)
     )
