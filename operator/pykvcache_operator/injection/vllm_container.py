@@ -1,11 +1,44 @@
 """vLLM's container with the cache: its arguments and its environment. Volumes are the pod's matter."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
-from pykvcache_operator.injection.outcome import Document
-from pykvcache_operator.injection.transfer_config import TransferOptions
+from pykvcache_contract.injection import SkipReason
+from pykvcache_contract.names import (
+    CONNECTOR_CLASS,
+    INJECTED_VARIABLE,
+    ON_CONFLICT_ANNOTATION,
+    TRANSFER_CONFIG_VARIABLE,
+)
+from pykvcache_operator.injection import commands, environment
+from pykvcache_operator.injection.outcome import Document, Reject, Skip
+from pykvcache_operator.injection.transfer_config import (
+    FLAG,
+    HASH_ALGORITHM,
+    HASH_FLAG,
+    Present,
+    TransferOptions,
+    find,
+    merged,
+    ours,
+    to_json,
+    value_of,
+)
+
+_SETS_PATH = re.compile(r"\b(PYTHONPATH|VLLM_PLUGINS)=(?!\S{0,999}\$\{?\1)")
+"""In a shell's text, without the value that is there. Bounded, so that no text takes long."""
+_SEVERAL_PODS = re.compile(r"\bray\s+start\b|\bmulti-node-serving\.sh\b")
+
+
+class OnConflict(Enum):
+    """What becomes of a pod that has a kv-transfer-config of its own."""
+
+    SKIP = "Skip"
+    MERGE = "Merge"
+    REJECT = "Reject"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,4 +62,94 @@ def configure(
         Skip: it has a kv-transfer-config already, or the library would not reach it.
         Reject: as Skip, and the pod's annotation asks for that.
     """
-    raise NotImplementedError
+    on_conflict = _on_conflict(annotations)
+    command, variables = commands.read(container), environment.read(container)
+    if _is_done(command, variables):
+        return Configured(dict(container))
+    if command.cut_off:
+        raise Skip(SkipReason.UNSUPPORTED_POD, _cut_off_message(command.cut_off))
+    present = find(command, variables.values)
+    config = ours(options) if present is None else _resolve(present, on_conflict, options)
+    # An argument needs our plugin, which takes it away again where the library does not suit this vLLM.
+    as_arguments = command.arguments is not None and (present or environment.is_plugin_certain(variables))
+    entries, warnings = environment.extend(
+        variables,
+        version=version,
+        library_path=options.library_path,
+        transfer_config=None if as_arguments else to_json(config),
+    )
+    changed: Document = {**container, "env": entries}
+    if as_arguments:
+        changed["args"] = [*(container.get("args") or ()), *_arguments(command, to_json(config))]
+    return Configured(changed, (*_warnings(command, present), *warnings))
+
+
+def _on_conflict(annotations: Mapping[str, Any]) -> OnConflict:
+    value = annotations.get(ON_CONFLICT_ANNOTATION, OnConflict.SKIP.value)
+    try:
+        return OnConflict(value)
+    except ValueError:
+        message = f"{ON_CONFLICT_ANNOTATION} is {str(value)[:40]!r}: it can be Skip, Merge or Reject."
+        raise Skip(SkipReason.BAD_ANNOTATION, message) from None
+
+
+def _is_done(command: commands.Command, variables: environment.Environment) -> bool:
+    """Return whether an injection has been here: its variable, and our connector where it puts it."""
+    if INJECTED_VARIABLE not in variables.values:
+        return False
+    if CONNECTOR_CLASS in variables.values.get(TRANSFER_CONFIG_VARIABLE, ""):
+        return True
+    return command.tokens[-2:-1] == (FLAG,) and CONNECTOR_CLASS in command.tokens[-1]
+
+
+def _resolve(present: Present, on_conflict: OnConflict, options: TransferOptions) -> dict[str, Any]:
+    """Return the configuration for a pod that has one."""
+    if present.names_us:
+        message = f"{present.place} names {CONNECTOR_CLASS} already. Remove it, or the label."
+        raise Skip(SkipReason.CONFIGURATION_PRESENT, message)
+    if on_conflict is OnConflict.MERGE:
+        return merged(present, ours(options))
+    found = f"vLLM is given {present.place} already"
+    if on_conflict is OnConflict.REJECT:
+        raise Reject(f"{found}, and {ON_CONFLICT_ANNOTATION} is Reject. Remove it, or the label.")
+    advice = "Remove it, or merge both" if present.value is not None else f"{present.why_fixed} Remove it"
+    message = f"{found}. {advice}"
+    if present.value is not None:
+        message += f" by the annotation {ON_CONFLICT_ANNOTATION}: Merge"
+    raise Skip(SkipReason.CONFIGURATION_PRESENT, message + ".")
+
+
+def _arguments(command: commands.Command, config: str) -> list[str]:
+    algorithm = value_of(command.arguments or (), HASH_FLAG)
+    return [*([] if algorithm else [HASH_FLAG, HASH_ALGORITHM]), FLAG, config]
+
+
+def _cut_off_message(what: str) -> str:
+    return (
+        f"vLLM is started by `{what}`, so that Python does not see the variables which bring the library. Start it "
+        "without that; set variables in the container's env."
+    )
+
+
+def _warnings(command: commands.Command, present: Present | None) -> list[str]:
+    warnings = [] if present is None else ["Merged into a MultiConnector, which needs vLLM 0.26 or later."]
+    if not command.runs_vllm and not command.mentions_vllm:
+        warnings.append("Nothing in the container names vLLM. If it runs something else, the cache does nothing.")
+    if command.arguments is None:
+        warnings += _about_texts(command.tokens)
+    elif value_of(command.arguments, HASH_FLAG).startswith("xxhash"):
+        warnings.append(
+            f"{HASH_FLAG} xxhash can be made to collide: one prompt may then get the blocks of another. Use sha256_cbor."
+        )
+    if any(map(_SEVERAL_PODS.search, command.tokens)):
+        warnings.append(
+            "One engine over several pods: label all of them or none, or vLLM fails where the library is missing. "
+            "Blocks are found again only on a pool that all of its nodes share."
+        )
+    return warnings
+
+
+def _about_texts(tokens: Sequence[str]) -> list[str]:
+    names = {match[1] for match in map(_SETS_PATH.search, tokens) if match}
+    text = "The command sets {0}: the cache works only if it keeps what is there, as in …${0}."
+    return [text.format(name) for name in sorted(names)]
