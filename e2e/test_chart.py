@@ -26,7 +26,8 @@ AGENTS = "pykvcache-agent"
 OURS = "app.kubernetes.io/name=py-kvcache"
 KINDS = (
     "clusterroles,clusterrolebindings,csidrivers,validatingadmissionpolicies,validatingadmissionpolicybindings,"
-    "namespaces,deployments,daemonsets,pods,services,serviceaccounts,configmaps,roles,rolebindings,resourcequotas,jobs"
+    "namespaces,deployments,daemonsets,pods,services,serviceaccounts,configmaps,roles,rolebindings,resourcequotas,jobs,"
+    "mutatingwebhookconfigurations,poddisruptionbudgets"
 )
 LABEL = "pykvcache.io/pool.local"
 POOL = {
@@ -76,9 +77,9 @@ def pods_of(kubectl, namespace, count):
     return wait_for(f"{count} pods in {namespace}", probe, limit_s=60)
 
 
-def test_pod_security_admits_the_operator_and_one_agent_a_node(installed, kubectl):
-    (operator,) = pods_of(kubectl, NAMESPACE, 1)
-    assert operator["spec"]["serviceAccountName"] == "pykvcache-operator"
+def test_pod_security_admits_the_operator_the_webhooks_and_one_agent_a_node(installed, kubectl):
+    accounts = [pod["spec"]["serviceAccountName"] for pod in pods_of(kubectl, NAMESPACE, 3)]
+    assert sorted(accounts) == ["pykvcache-operator", "pykvcache-webhook", "pykvcache-webhook"]
     agents = pods_of(kubectl, AGENTS, len(kubectl.list("nodes")))
     assert {pod["spec"]["priorityClassName"] for pod in agents} == {"system-node-critical"}
 
@@ -90,6 +91,8 @@ def test_pod_security_admits_the_operator_and_one_agent_a_node(installed, kubect
         ["operator.replicas=2", "networkPolicy.enabled=true", "commonLabels.team=a"],
         ["cleanupOnUninstall=true", "pool.create=true", "pool.spec.storage.type=Ephemeral"],
         ["agent.createNamespace=false", "images.pullSecrets={a}", "agent.diskDirectories={/mnt,/data}"],
+        ["webhook.failurePolicy=Fail", "webhook.timeoutSeconds=3", "webhook.namespaceSelector.matchLabels.team=a"],
+        ["webhook.enabled=false"],
     ],
     ids=" ".join,
 )

@@ -1,0 +1,232 @@
+"""The chart's webhook on a real API server: which pods are sent to it, who may write what, and its certificate's bundle
+through upgrades. Nothing answers at the webhook's address here.
+"""
+
+import base64
+import json
+
+import pytest
+import yaml
+
+from gen_manifests import CHART, NAMESPACE
+from harness.certificates import Authority
+from harness.helm import Helm, HelmError
+from harness.kubectl import Kubectl, KubectlError
+from pykvcache_contract.names import OPERATOR_FIELD_MANAGER
+
+pytestmark = [pytest.mark.e2e, pytest.mark.short, pytest.mark.slow]
+
+NAME = "pykvcache-webhook"
+ONE = ("--set", "webhook.replicas=1")
+LABEL = {"pykvcache.io/pool": "default"}
+RESTRICTED = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "runAsNonRoot": True,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+OTHER = {
+    "apiVersion": "admissionregistration.k8s.io/v1",
+    "kind": "MutatingWebhookConfiguration",
+    "metadata": {"name": "other"},
+}
+
+
+@pytest.fixture(scope="module")
+def helm(settings, api_server):
+    return Helm(settings.cache, api_server.kubeconfig, namespace=NAMESPACE)
+
+
+@pytest.fixture(scope="module")
+def installed(helm, api_server):
+    """The chart with its defaults; removed after the module."""
+    api_server.kubectl.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
+    # Other modules of this run leave the CRDs that they applied.
+    helm.run("install", "py-kvcache", str(CHART), "--take-ownership", "--force-conflicts")
+    yield
+    helm.run("uninstall", "py-kvcache")
+    api_server.kubectl.delete("namespace", NAMESPACE)
+
+
+@pytest.fixture
+def upgrade(installed, helm):
+    """A function that upgrades to some values; the defaults come back after the test."""
+    yield lambda *options: helm.run("upgrade", "py-kvcache", str(CHART), *ONE, *options)
+    helm.run("upgrade", "py-kvcache", str(CHART), "--server-side=true", "--force-conflicts")
+
+
+def webhook_of(kubectl):
+    (webhook,) = kubectl.get("mutatingwebhookconfiguration", NAME)["webhooks"]
+    return webhook
+
+
+# ---- which pods are sent to it ----
+
+
+def pod(name, **metadata):
+    container = {"name": "vllm", "image": "none", "securityContext": RESTRICTED}
+    document = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name} | metadata}
+    return document | {"spec": {"containers": [container], "automountServiceAccountToken": False}}
+
+
+def dry_run(kubectl, document, namespace):
+    kubectl.within(namespace).run("create", "--dry-run=server", "-f", "-", text=json.dumps(document))
+
+
+def test_a_labelled_pod_starts_although_nobody_answers(installed, kubectl, namespace):
+    dry_run(kubectl, pod("labelled", labels=LABEL), namespace)
+
+
+def test_only_labelled_pods_without_the_cache_are_sent(upgrade, kubectl, namespace):
+    upgrade("--set", "webhook.failurePolicy=Fail", "--set", "webhook.timeoutSeconds=2")
+    with pytest.raises(KubectlError, match=r'failed calling webhook "pods\.pykvcache\.io"'):
+        dry_run(kubectl, pod("labelled", labels=LABEL), namespace)
+    with pytest.raises(KubectlError, match=r'failed calling webhook "pods\.pykvcache\.io"'):
+        dry_run(kubectl, pod("annotated", labels=LABEL, annotations={"a": "b"}), namespace)
+    dry_run(kubectl, pod("unlabelled", labels={"app": "vllm"}), namespace)
+    dry_run(kubectl, pod("injected", labels=LABEL, annotations={"pykvcache.io/injected": "0.2.0"}), namespace)
+    for excluded in ("kube-system", NAMESPACE, "pykvcache-agent"):
+        dry_run(kubectl, pod("labelled", labels=LABEL), excluded)
+
+
+def test_a_namespace_without_the_label_asked_for_is_left_alone(upgrade, kubectl, namespace):
+    upgrade(
+        *("--set", "webhook.failurePolicy=Fail", "--set", "webhook.timeoutSeconds=2"),
+        *("--set", "webhook.namespaceSelector.matchLabels.team=a"),
+    )
+    dry_run(kubectl, pod("labelled", labels=LABEL), namespace)
+    kubectl.patch("namespace", namespace, {"metadata": {"labels": {"team": "a"}}})
+    with pytest.raises(KubectlError, match="failed calling webhook"):
+        dry_run(kubectl, pod("labelled", labels=LABEL), namespace)
+
+
+# ---- the certificate's bundle ----
+
+
+@pytest.fixture
+def pem(tmp_path):
+    """A CA's certificate; the API server refuses what is none."""
+    return (Authority(tmp_path / "ca").folder / "ca.crt").read_text()
+
+
+def write_by_json_patch(kubectl, pem):
+    path = "/webhooks/0/clientConfig/caBundle"
+    patch = json.dumps([{"op": "add", "path": path, "value": base64.b64encode(pem.encode()).decode()}])
+    options = ["--type=json", f"--field-manager={OPERATOR_FIELD_MANAGER}", "-p", patch]
+    kubectl.run("patch", "mutatingwebhookconfiguration", NAME, *options)
+
+
+def write_by_apply(kubectl, pem):
+    bundle = {"name": "pods.pykvcache.io", "clientConfig": {"caBundle": base64.b64encode(pem.encode()).decode()}}
+    api = {"apiVersion": "admissionregistration.k8s.io/v1", "kind": "MutatingWebhookConfiguration"}
+    text = json.dumps(api | {"metadata": {"name": NAME}, "webhooks": [bundle]})
+    options = ["--server-side", "--force-conflicts", f"--field-manager={OPERATOR_FIELD_MANAGER}"]
+    kubectl.run("apply", *options, "-f", "-", text=text)
+
+
+def bundle_of(kubectl):
+    return base64.b64decode(webhook_of(kubectl)["clientConfig"].get("caBundle", "")).decode()
+
+
+@pytest.mark.parametrize("write", [write_by_json_patch, write_by_apply])
+def test_upgrades_and_roll_backs_leave_the_operators_bundle_alone(upgrade, helm, kubectl, pem, write):
+    upgrade("--set", "webhook.timeoutSeconds=4")
+    write(kubectl, pem)
+    upgrade("--set", "webhook.failurePolicy=Fail", "--set", "webhook.timeoutSeconds=3")
+    assert (webhook_of(kubectl)["failurePolicy"], bundle_of(kubectl)) == ("Fail", pem)
+    helm.run("rollback", "py-kvcache")
+    assert (webhook_of(kubectl)["timeoutSeconds"], bundle_of(kubectl)) == (4, pem)
+    upgrade("--server-side=false")  # as Helm 3 does
+    assert (webhook_of(kubectl)["timeoutSeconds"], bundle_of(kubectl)) == (5, pem)
+
+
+def test_the_operator_writes_the_bundle_again_after_an_upgrade(upgrade, kubectl, pem, operator):
+    write_by_json_patch(operator, pem)
+    upgrade("--set", "webhook.timeoutSeconds=4")
+    write_by_json_patch(operator, pem * 2)
+    assert bundle_of(kubectl) == pem * 2
+
+
+def test_a_bundle_of_ones_own_replaces_the_operators_on_request_and_goes_with_its_mode(upgrade, kubectl, pem, tmp_path):
+    write_by_json_patch(kubectl, pem)
+    own = tmp_path / "own.crt"
+    own.write_text(pem * 2)
+    mode = [
+        *("--set", "webhook.certificates.mode=Secret", "--set", "webhook.certificates.secretName=mine"),
+        *("--set-file", f"webhook.certificates.caBundle={own}"),
+    ]
+    with pytest.raises(HelmError, match="caBundle"):
+        upgrade(*mode)
+    upgrade(*mode, "--force-conflicts")
+    assert bundle_of(kubectl) == pem * 2
+    upgrade()
+    assert bundle_of(kubectl) == ""
+
+
+# ---- who may write what ----
+
+
+@pytest.fixture
+def account(installed, kubectl, tmp_path):
+    """A function that returns kubectl with a token of a service account of the release."""
+
+    def login(name):
+        token = kubectl.within(NAMESPACE).run("create", "token", name).strip()
+        config = yaml.safe_load(kubectl.kubeconfig.read_text())
+        config["users"] = [{"name": user["name"], "user": {"token": token}} for user in config["users"]]
+        (path := tmp_path / f"{name}.conf").write_text(json.dumps(config))
+        return Kubectl(kubectl.program, path)
+
+    return login
+
+
+@pytest.fixture
+def operator(account):
+    return account("pykvcache-operator")
+
+
+def secret(name, kind, **metadata):
+    metadata = {"name": name, "namespace": NAMESPACE} | metadata
+    return {"apiVersion": "v1", "kind": "Secret", "type": kind, "metadata": metadata}
+
+
+def test_the_operator_writes_the_two_secrets_of_the_certificates_only(operator, kubectl, pem):
+    key = base64.b64encode(pem.encode()).decode()
+    inside = operator.within(NAMESPACE)
+    inside.run("create", "-f", "-", text=json.dumps(secret("pykvcache-webhook-ca", "Opaque")))
+    serving = secret("pykvcache-webhook-tls", "kubernetes.io/tls") | {"data": {"tls.crt": key, "tls.key": key}}
+    inside.run("create", "-f", "-", text=json.dumps(serving))
+    inside.patch("secret", "pykvcache-webhook-tls", {"metadata": {"labels": {"a": "b"}}})
+    with pytest.raises(KubectlError, match="may write only the Secrets"):
+        inside.run("create", "-f", "-", text=json.dumps(secret("other", "Opaque")))
+    with pytest.raises(KubectlError, match=r"cannot get resource \"secrets\""):
+        inside.get("secret", "other")
+    with pytest.raises(KubectlError, match=r"cannot create resource \"secrets\""):
+        operator.within("default").run("create", "-f", "-", text=json.dumps(secret("a", "Opaque", namespace="default")))
+    for name in ("pykvcache-webhook-ca", "pykvcache-webhook-tls"):
+        kubectl.within(NAMESPACE).delete("secret", name)
+
+
+def test_the_operator_makes_no_secret_that_holds_the_token_of_another_account(operator):
+    annotations = {"kubernetes.io/service-account.name": "default"}
+    token = secret("pykvcache-webhook-ca", "kubernetes.io/service-account-token", annotations=annotations)
+    with pytest.raises(KubectlError, match="may write only the Secrets"):
+        operator.within(NAMESPACE).run("create", "-f", "-", text=json.dumps(token))
+
+
+def test_the_operator_changes_no_other_webhook(operator, kubectl):
+    kubectl.apply(OTHER)
+    try:
+        with pytest.raises(KubectlError, match='cannot get resource "mutatingwebhookconfigurations"'):
+            operator.patch("mutatingwebhookconfiguration", "other", {"metadata": {"labels": {"a": "b"}}})
+    finally:
+        kubectl.delete("mutatingwebhookconfiguration", "other")
+
+
+def test_the_webhook_may_read_what_it_needs_and_nothing_else(account):
+    webhook = account(NAME)
+    for allowed in (("list", "kvcachepools.pykvcache.io"), ("watch", "namespaces")):
+        assert webhook.run("auth", "can-i", *allowed).strip() == "yes"
+    for verb, resource in (("list", "pods"), ("get", "secrets"), ("create", "pods"), ("patch", "kvcachepools")):
+        with pytest.raises(KubectlError):  # the answer "no" is exit code 1
+            webhook.run("auth", "can-i", verb, resource, "-n", NAMESPACE)
