@@ -10,6 +10,19 @@ from pykvcache_contract.injection import SkipReason
 Document = dict[str, Any]
 """A Kubernetes object as JSON."""
 
+# Limits equal requests: so a pod of class Guaranteed stays one, and a LimitRange's ratio holds. The CPUs are no whole
+# ones, or a node with static CPU assignment would give them away exclusively.
+LIBRARY_RESOURCES: Mapping[str, Any] = {
+    "requests": {"cpu": "500m", "memory": "128Mi"},
+    "limits": {"cpu": "500m", "memory": "128Mi"},
+}
+"""It runs before vLLM, which asks for more: a pod's requests do not grow by it."""
+SIDECAR_RESOURCES: Mapping[str, Any] = {
+    "requests": {"cpu": "500m", "memory": "256Mi"},
+    "limits": {"cpu": "500m", "memory": "256Mi"},
+}
+"""Its memory peaks at 99 MiB (docs/benchmarks.md, eviction); pages that it caches while it reads count, but leave."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InjectionSettings:
@@ -21,6 +34,7 @@ class InjectionSettings:
         pull_policy: of both.
         pull_secrets: names of secrets that must exist in the pod's namespace.
         library_resources, sidecar_resources: `requests` and `limits` of the injected containers, for quotas.
+            A namespace's LimitRange must admit them.
     """
 
     version: str
@@ -28,8 +42,8 @@ class InjectionSettings:
     sidecar_image: str
     pull_policy: str = "IfNotPresent"
     pull_secrets: tuple[str, ...] = ()
-    library_resources: Mapping[str, Any] = field(default_factory=dict)
-    sidecar_resources: Mapping[str, Any] = field(default_factory=dict)
+    library_resources: Mapping[str, Any] = field(default_factory=lambda: LIBRARY_RESOURCES)
+    sidecar_resources: Mapping[str, Any] = field(default_factory=lambda: SIDECAR_RESOURCES)
 
 
 class Skip(Exception):

@@ -1,0 +1,121 @@
+"""What is done to a pod so that its vLLM uses a pool: one pure function, for the webhook and for manifests.
+
+Nothing of the user's is removed, reordered or loosened; the pod given is not changed. Done twice it is done once. What
+cannot have the cache goes without, with the reason as the answer: no input makes it raise anything.
+"""
+
+from collections.abc import Mapping
+
+from pykvcache_contract.api.pool import KVCachePool
+from pykvcache_contract.injection import SkipReason
+from pykvcache_contract.names import INJECTED_ANNOTATION, POOL_NAME_LABEL
+from pykvcache_operator.calibration_job import COMPONENT_LABELS
+from pykvcache_operator.injection import annotations
+from pykvcache_operator.injection.checks import check_namespace, check_pod, check_volume, find_pool
+from pykvcache_operator.injection.containers import choose
+from pykvcache_operator.injection.library import deliver
+from pykvcache_operator.injection.outcome import Document, InjectionSettings, Outcome, Reject, Result, Skip
+from pykvcache_operator.injection.parts import Own, check_names, check_size, has_room, with_mounts, with_own
+from pykvcache_operator.injection.pod import check_shape, metadata_of
+from pykvcache_operator.injection.resources import memory_warnings
+from pykvcache_operator.injection.sidecar_container import sidecar
+from pykvcache_operator.injection.transfer_config import TransferOptions
+from pykvcache_operator.injection.vllm_container import configure
+from pykvcache_operator.injection.volumes import needs_namespace, needs_sidecar, pool_mount, pool_volume
+from pykvcache_operator.resources import NamespaceFacts
+
+
+def inject(
+    pod: Document,
+    *,
+    pools: Mapping[str, KVCachePool],
+    namespace: NamespaceFacts | None,
+    settings: InjectionSettings,
+) -> Outcome:
+    """Give a pod the cache, if it is labelled for a pool and can have it.
+
+    Args:
+        pod: as it comes, or the template of a Deployment and the like; never changed.
+        pools: all, by name.
+        namespace: in which the pod will be. None: it is not known, offline; then allowedNamespaces and Pod Security are
+            not looked at, and metadata.namespace tells the name where it is needed.
+    """
+    if not _wants_cache(pod):
+        return Outcome(Result.UNCHANGED, pod)
+    try:
+        return _inject(pod, pools, namespace, settings)
+    except Skip as skip:
+        return _skipped(pod, skip)
+    except Reject as rejection:
+        return Outcome(Result.REJECTED, pod, message=annotations.clip(str(rejection)))
+
+
+def _wants_cache(pod: Document) -> bool:
+    """Say whether the pod is labelled, not done yet, and none of our own: calibration Jobs have that label too."""
+    labels = metadata_of(pod, "labels")
+    is_own = all(labels.get(key) == value for key, value in COMPONENT_LABELS.items())
+    return POOL_NAME_LABEL in labels and not is_own and INJECTED_ANNOTATION not in metadata_of(pod, "annotations")
+
+
+def _inject(
+    pod: Document, pools: Mapping[str, KVCachePool], namespace: NamespaceFacts | None, settings: InjectionSettings
+) -> Outcome:
+    check_shape(pod)
+    check_pod(pod)
+    pool = find_pool(metadata_of(pod, "labels")[POOL_NAME_LABEL], pools)
+    if namespace is not None:
+        check_namespace(pool, namespace)
+    check_volume(pool)
+    volume = pool_volume(pool, _namespace_name(pod, namespace, pool))
+    return _build(pod, pool, volume, settings)
+
+
+def _build(pod: Document, pool: KVCachePool, volume: Document, settings: InjectionSettings) -> Outcome:
+    spec, told = pod["spec"], metadata_of(pod, "annotations")
+    wishes = annotations.read_wishes(told, pool)
+    index = choose(spec, told)
+    vllm = spec["containers"][index]
+    check_names(spec, vllm)
+    delivery = deliver(wishes.library, spec=spec, settings=settings)
+    options = TransferOptions(
+        staging_bytes=wishes.staging_bytes,
+        block_tokens=pool.spec.injection.block_tokens,
+        create_pool=needs_sidecar(pool),
+        library_path=delivery.path,
+    )
+    configured = configure(vllm, options=options, annotations=told, version=settings.version)
+    warnings = (*configured.warnings, *memory_warnings(spec, vllm, wishes.staging_bytes))
+    sidecars = [sidecar(pool, spec=spec, vllm=vllm, settings=settings)] if needs_sidecar(pool) else []
+    own = Own(
+        vllm=with_mounts(configured.container, [*delivery.mounts, pool_mount()]),
+        init_containers=[*delivery.init_containers, *sidecars],
+        volumes=[*delivery.volumes, volume],
+    )
+    new = {
+        **pod,
+        "metadata": annotations.injected(pod, version=settings.version, warnings=warnings),
+        "spec": with_own(spec, index, own, settings.pull_secrets),
+    }
+    check_size(new)
+    return Outcome(Result.INJECTED, new, warnings=warnings)
+
+
+def _skipped(pod: Document, skip: Skip) -> Outcome:
+    message = annotations.clip(skip.message)
+    metadata = annotations.skipped(pod, reason=skip.reason, message=message)
+    new = pod if metadata is None else {**pod, "metadata": metadata}
+    return Outcome(Result.SKIPPED, new if has_room(new) else pod, skip.reason, message)
+
+
+def _namespace_name(pod: Document, namespace: NamespaceFacts | None, pool: KVCachePool) -> str:
+    if namespace is not None:
+        return namespace.name
+    metadata = pod.get("metadata") or {}
+    name = metadata.get("namespace")
+    if needs_namespace(pool) and not (isinstance(name, str) and name):
+        raise Skip(
+            SkipReason.POOL_NOT_READY,
+            f"the directory of KVCachePool {pool.name} depends on the namespace, and none is given. Write it as "
+            "metadata.namespace",
+        )
+    return str(name or "")

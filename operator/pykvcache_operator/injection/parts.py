@@ -1,0 +1,137 @@
+"""Adding what is ours to a pod: names of ours that the user has taken, the order of lists, the size of the result.
+
+Ours come behind the user's. Init containers: the user's may run for minutes and want much memory, and what runs beside
+them counts; behind them the sidecar counts beside vLLM only, and a pod that fails in its own init containers fails as
+before. Nothing given is changed; what is new is a copy.
+"""
+
+import json
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+from pykvcache_contract.injection import SkipReason
+from pykvcache_contract.names import INJECTED_VARIABLE, LIBRARY_NAME, LIBRARY_PATH, POOL_VOLUME, SIDECAR_CONTAINER
+from pykvcache_operator.injection.outcome import Document, Skip
+from pykvcache_operator.injection.pod import all_containers, items, shown
+
+SIZE_BYTES_MAX = 1_400_000
+"""Of an injected pod as JSON. etcd takes 1.5 MiB, and the API server adds what it notes about fields."""
+CONTAINER_NAMES = frozenset((LIBRARY_NAME, SIDECAR_CONTAINER))
+VOLUME_NAMES = frozenset((LIBRARY_NAME, POOL_VOLUME))
+PARENT_PATH = posixpath.dirname(LIBRARY_PATH)
+"""All that we mount lies below it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own:
+    """What a pod gets.
+
+    Args:
+        vllm: the container that replaces the user's.
+    """
+
+    vllm: Document
+    init_containers: Sequence[Document]
+    volumes: Sequence[Document]
+
+
+def with_own(spec: Mapping[str, Any], index: int, own: Own, pull_secrets: Sequence[str]) -> Document:
+    """Return a pod's spec with what is ours in it.
+
+    Args:
+        index: of vLLM's container.
+        pull_secrets: names of secrets for our images.
+    """
+    containers = items(spec, "containers")
+    containers[index] = own.vllm
+    new = {**spec, "containers": containers}
+    new["volumes"] = _merge(items(spec, "volumes"), own.volumes, ours=VOLUME_NAMES)
+    init_containers = _merge(items(spec, "initContainers"), own.init_containers, ours=CONTAINER_NAMES)
+    if init_containers or spec.get("initContainers"):
+        new["initContainers"] = init_containers
+    if any("image" in part for part in (*own.init_containers, *own.volumes)):
+        present = {secret.get("name") for secret in items(spec, "imagePullSecrets")}
+        missing = [{"name": name} for name in dict.fromkeys(pull_secrets) if name not in present]
+        if missing:
+            new["imagePullSecrets"] = items(spec, "imagePullSecrets") + missing
+    return new
+
+
+def with_mounts(container: Document, mounts: Sequence[Document]) -> Document:
+    """Return a container with our volumes mounted."""
+    return {**container, "volumeMounts": _merge(items(container, "volumeMounts"), mounts, ours=VOLUME_NAMES)}
+
+
+def check_names(spec: Mapping[str, Any], container: Mapping[str, Any]) -> None:
+    """Raise Skip if a name or path that we need is in use; what an earlier injection made is replaced.
+
+    Args:
+        container: vLLM's.
+    """
+    if _is_injected_before(spec):
+        return
+    for what in _taken(spec, container):
+        raise Skip(SkipReason.NAME_TAKEN, f"the pod has {what}, which injection needs. Rename it")
+
+
+def _taken(spec: Mapping[str, Any], container: Mapping[str, Any]) -> Iterator[str]:
+    yield from (f"a container {c['name']}" for c in all_containers(spec) if c["name"] in CONTAINER_NAMES)
+    yield from (f"a volume {v.get('name')}" for v in items(spec, "volumes") if v.get("name") in VOLUME_NAMES)
+    mounts = [mount.get("mountPath") for mount in items(container, "volumeMounts")]
+    mounts += [device.get("devicePath") for device in items(container, "volumeDevices")]
+    for path in mounts:
+        if isinstance(path, str) and _is_ours(path):
+            yield f"a volume at {shown(path)} in vLLM's container"
+
+
+def _is_ours(path: str) -> bool:
+    normal = "/" + posixpath.normpath("/" + path).lstrip("/")  # POSIX gives two slashes a meaning, mounts do not
+    return posixpath.commonpath((normal, PARENT_PATH)) == PARENT_PATH
+
+
+def check_size(pod: Mapping[str, Any]) -> None:
+    """Raise Skip if the API server might refuse the pod for its size."""
+    if size_bytes(pod) > SIZE_BYTES_MAX:
+        raise Skip(
+            SkipReason.UNSUPPORTED_POD,
+            f"the pod is too large to add anything: at most {SIZE_BYTES_MAX} bytes as JSON. Move what is large into a "
+            "ConfigMap or the image",
+        )
+
+
+def has_room(pod: Mapping[str, Any]) -> bool:
+    """Say whether a pod that was only annotated is surely accepted, where it was without."""
+    return size_bytes(pod) <= SIZE_BYTES_MAX
+
+
+def _is_injected_before(spec: Mapping[str, Any]) -> bool:
+    """Say whether the pod holds what an earlier injection made, although its annotation is gone."""
+    environments = (container.get("env") for container in items(spec, "containers"))
+    entries = (entry for env in environments if isinstance(env, list) for entry in env)
+    return any(isinstance(entry, Mapping) and entry.get("name") == INJECTED_VARIABLE for entry in entries)
+
+
+def _merge(entries: Sequence[Document], new: Sequence[Document], *, ours: AbstractSet[str]) -> list[Document]:
+    """Return named objects with ours behind those of the user.
+
+    Args:
+        ours: names that the user's objects do not have: what is there under one of them is of an earlier injection,
+            and is replaced where it stands, or left out.
+    """
+    wanted, merged = {entry["name"]: entry for entry in new}, []
+    for entry in entries:
+        name = entry.get("name")
+        if name in wanted:
+            merged.append(wanted.pop(name))
+        elif name not in ours:
+            merged.append(entry)
+    return [*merged, *wanted.values()]
+
+
+def size_bytes(document: object) -> int:
+    """Return the size of a document as compact JSON in UTF-8."""
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":"), default=str, skipkeys=True)
+    return len(text.encode(errors="surrogatepass"))
