@@ -31,7 +31,7 @@ class SkipReason(Enum):
     UNSUPPORTED_POD = ("UnsupportedPod", "The pod cannot have it: Windows, or a pod that we cannot read.")
     WEBHOOK_STARTING = (
         "WebhookStarting",
-        "The webhook had just started and had not read the pools yet. A pod made again gets the cache.",
+        "The webhook had just started, or the namespace was made a moment ago. A pod made again gets the cache.",
     )
     ERROR = ("Error", "A defect of ours; the log of the webhook has it. The pod is as it was.")
 

@@ -11,6 +11,7 @@ try:
     from pykvcache_contract.errors import ConfigurationError, TransientError
     from pykvcache_operator import settings as options
     from pykvcache_operator.run import run
+    from pykvcache_operator.webhook.command import webhook
 except ModuleNotFoundError as missing:
     raise SystemExit(
         f"Error: pykvcache-operator needs {missing.name}. Install it: pip install 'py-kvcache[operator]'"
@@ -39,9 +40,9 @@ def _group(
         False, "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
     ),
 ) -> None:
-    """Keep every KVCachePool of a cluster at its declared state.
+    """Keep every KVCachePool of a cluster at its declared state, and let pods use them.
 
-    The chart starts it: `pykvcache-operator run` with the options below, each of which has an environment variable too.
+    The chart starts `run` and `webhook`; each of their options has an environment variable too.
     Outside a cluster it uses $KUBECONFIG, for trying things out.
     """
 
@@ -146,6 +147,9 @@ def _run(
         webhook_configuration=webhook_configuration,
         webhook_service=webhook_service,
     )
+
+
+app.command("webhook")(webhook)
 
 
 def _end_by_errors(**given: Any) -> None:
