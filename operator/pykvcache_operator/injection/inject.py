@@ -15,7 +15,15 @@ from pykvcache_operator.injection.checks import check_namespace, check_pod, chec
 from pykvcache_operator.injection.containers import choose
 from pykvcache_operator.injection.library import deliver
 from pykvcache_operator.injection.outcome import Document, InjectionSettings, Outcome, Reject, Result, Skip
-from pykvcache_operator.injection.parts import Own, check_names, check_size, has_room, with_mounts, with_own
+from pykvcache_operator.injection.parts import (
+    Own,
+    check_names,
+    check_size,
+    has_room,
+    with_mounts,
+    with_own,
+    without_own,
+)
 from pykvcache_operator.injection.pod import check_shape, metadata_of
 from pykvcache_operator.injection.resources import memory_warnings
 from pykvcache_operator.injection.sidecar_container import sidecar
@@ -71,7 +79,7 @@ def _inject(
 
 
 def _build(pod: Document, pool: KVCachePool, volume: Document, settings: InjectionSettings) -> Outcome:
-    spec, told = pod["spec"], metadata_of(pod, "annotations")
+    spec, told = without_own(pod["spec"]), metadata_of(pod, "annotations")
     wishes = annotations.read_wishes(told, pool)
     index = choose(spec, told)
     vllm = spec["containers"][index]

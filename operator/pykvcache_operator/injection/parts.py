@@ -38,6 +38,18 @@ class Own:
     volumes: Sequence[Document]
 
 
+def without_own(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a pod's spec without what an earlier injection made, where its annotation was lost.
+
+    The variable PYKVCACHE_INJECTED tells that there was one; without it what has one of our names is the user's.
+    """
+    if not any(_is_injected(container) for container in items(spec, "containers")):
+        return spec
+    containers = [_without(container, "volumeMounts", VOLUME_NAMES) for container in items(spec, "containers")]
+    rest = _without(_without(spec, "volumes", VOLUME_NAMES), "initContainers", CONTAINER_NAMES)
+    return {**rest, "containers": containers}
+
+
 def with_own(spec: Mapping[str, Any], index: int, own: Own, pull_secrets: Sequence[str]) -> Document:
     """Return a pod's spec with what is ours in it.
 
@@ -47,11 +59,9 @@ def with_own(spec: Mapping[str, Any], index: int, own: Own, pull_secrets: Sequen
     """
     containers = items(spec, "containers")
     containers[index] = own.vllm
-    new = {**spec, "containers": containers}
-    new["volumes"] = _merge(items(spec, "volumes"), own.volumes, ours=VOLUME_NAMES)
-    init_containers = _merge(items(spec, "initContainers"), own.init_containers, ours=CONTAINER_NAMES)
-    if init_containers or spec.get("initContainers"):
-        new["initContainers"] = init_containers
+    new = {**spec, "containers": containers, "volumes": [*items(spec, "volumes"), *own.volumes]}
+    if own.init_containers:
+        new["initContainers"] = [*items(spec, "initContainers"), *own.init_containers]
     if any("image" in part for part in (*own.init_containers, *own.volumes)):
         present = {secret.get("name") for secret in items(spec, "imagePullSecrets")}
         missing = [{"name": name} for name in dict.fromkeys(pull_secrets) if name not in present]
@@ -62,17 +72,16 @@ def with_own(spec: Mapping[str, Any], index: int, own: Own, pull_secrets: Sequen
 
 def with_mounts(container: Document, mounts: Sequence[Document]) -> Document:
     """Return a container with our volumes mounted."""
-    return {**container, "volumeMounts": _merge(items(container, "volumeMounts"), mounts, ours=VOLUME_NAMES)}
+    return {**container, "volumeMounts": [*items(container, "volumeMounts"), *mounts]}
 
 
 def check_names(spec: Mapping[str, Any], container: Mapping[str, Any]) -> None:
-    """Raise Skip if a name or path that we need is in use; what an earlier injection made is replaced.
+    """Raise Skip if a name or path that we need is in use.
 
     Args:
+        spec: of the pod, without what an earlier injection made.
         container: vLLM's.
     """
-    if _is_injected_before(spec):
-        return
     for what in _taken(spec, container):
         raise Skip(SkipReason.NAME_TAKEN, f"the pod has {what}, which injection needs. Rename it")
 
@@ -92,6 +101,18 @@ def _is_ours(path: str) -> bool:
     return posixpath.commonpath((normal, PARENT_PATH)) == PARENT_PATH
 
 
+def _is_injected(container: Mapping[str, Any]) -> bool:
+    environment = container.get("env")
+    entries = environment if isinstance(environment, list) else ()
+    return any(isinstance(entry, Mapping) and entry.get("name") == INJECTED_VARIABLE for entry in entries)
+
+
+def _without(parent: Mapping[str, Any], key: str, names: AbstractSet[str]) -> Document:
+    if key not in parent:
+        return dict(parent)
+    return {**parent, key: [entry for entry in items(parent, key) if entry.get("name") not in names]}
+
+
 def check_size(pod: Mapping[str, Any]) -> None:
     """Raise Skip if the API server might refuse the pod for its size."""
     if size_bytes(pod) > SIZE_BYTES_MAX:
@@ -105,30 +126,6 @@ def check_size(pod: Mapping[str, Any]) -> None:
 def has_room(pod: Mapping[str, Any]) -> bool:
     """Say whether a pod that was only annotated is surely accepted, where it was without."""
     return size_bytes(pod) <= SIZE_BYTES_MAX
-
-
-def _is_injected_before(spec: Mapping[str, Any]) -> bool:
-    """Say whether the pod holds what an earlier injection made, although its annotation is gone."""
-    environments = (container.get("env") for container in items(spec, "containers"))
-    entries = (entry for env in environments if isinstance(env, list) for entry in env)
-    return any(isinstance(entry, Mapping) and entry.get("name") == INJECTED_VARIABLE for entry in entries)
-
-
-def _merge(entries: Sequence[Document], new: Sequence[Document], *, ours: AbstractSet[str]) -> list[Document]:
-    """Return named objects with ours behind those of the user.
-
-    Args:
-        ours: names that the user's objects do not have: what is there under one of them is of an earlier injection,
-            and is replaced where it stands, or left out.
-    """
-    wanted, merged = {entry["name"]: entry for entry in new}, []
-    for entry in entries:
-        name = entry.get("name")
-        if name in wanted:
-            merged.append(wanted.pop(name))
-        elif name not in ours:
-            merged.append(entry)
-    return [*merged, *wanted.values()]
 
 
 def size_bytes(document: object) -> int:
