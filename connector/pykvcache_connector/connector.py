@@ -6,7 +6,7 @@ instance lives in the scheduler's process and one in each worker; the class meth
 importing this module starts nothing.
 
 Two rules: a wrong option stops the engine at start-up with `ConfigurationError`; anything else that is wrong turns the
-cache off, is logged with the remedy, and shows as `vllm:pykvcache_enabled 0`. With the option `when_unfit: adapt`, as in
+cache off, is logged with the remedy, and shows as `vllm:pykvcache_enabled 0`. Where `when_unfit` is `adapt`, as in
 injected pods, a wrong option turns it off too, and so does whatever vLLM has against us.
 """
 
