@@ -1,9 +1,9 @@
 """SharedFilesystem pools: claims in namespaces, found or made. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pykvcache_contract.api.pool import KVCachePool, PoolStatus
+from pykvcache_contract.api.pool import CLAIMS_MAX, ClaimSize, KVCachePool, PoolStatus
 from pykvcache_contract.api.selection import admits
 from pykvcache_contract.names import CLAIM_PREFIX, CONDITION_DEGRADED, CONDITION_READY
 from pykvcache_operator.conditions import Finding
@@ -122,8 +122,17 @@ def _degraded(problems: Sequence[str], *, is_ready: bool) -> Finding:
     return Finding(CONDITION_DEGRADED, False, "NotDegraded", "no claim is in question" if is_ready else "see Ready")
 
 
-def _status(claims: Iterable[Claim]) -> PoolStatus:
-    return PoolStatus(capacity_bytes=sum(claim.capacity_bytes for claim in claims if claim.is_bound))
+def _status(claims: Sequence[Claim]) -> PoolStatus:
+    usable = sorted((claim for claim in claims if not claim.is_terminating), key=lambda claim: claim.namespace)
+    return PoolStatus(
+        capacity_bytes=sum(claim.capacity_bytes for claim in claims if claim.is_bound),
+        claims=tuple(_size_of(claim) for claim in usable[:CLAIMS_MAX]),
+    )
+
+
+def _size_of(claim: Claim) -> ClaimSize:
+    size_bytes = claim.capacity_bytes if claim.is_bound else claim.requested_bytes
+    return ClaimSize(namespace=claim.namespace, capacity_bytes=size_bytes)
 
 
 def _some(texts: Sequence[str]) -> str:

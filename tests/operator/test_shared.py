@@ -33,6 +33,14 @@ def test_only_allowed_namespaces_count_and_those_without_a_claim_are_named(world
     assert decision.status.capacity_bytes == GIB
 
 
+def test_the_status_lists_claims_by_which_pods_may_get_the_pool_with_their_sizes(world):
+    unbound = world.claim("x", name="data", is_bound=False, requested=2 * GIB)
+    leaving = world.claim("z", name="data", is_terminating=True)
+    decision = existing(world, world.claim("y", name="data"), leaving, unbound)
+    listed = [(claim.namespace, claim.capacity_bytes) for claim in decision.status.claims]
+    assert listed == [("x", 2 * GIB), ("y", GIB)]
+
+
 def test_claims_that_cannot_be_read_say_which_value_allows_it(world, conditions):
     decision = world.decide(world.pool(storage=EXISTING), claims_problem="list: 403 forbidden")
     assert conditions(decision)["Ready"] == ("False", "ClaimsUnreadable")

@@ -23,6 +23,7 @@ regular expressions of Kubernetes have no look-ahead."""
 _OBJECT_NAME = "([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?"
 _OBJECT_NAME_TEXT = "lower-case letters, digits, '-' and '.'"
 FAILING_NODES_MAX = 10
+CLAIMS_MAX = 256
 
 
 class StorageType(Enum):
@@ -416,6 +417,14 @@ class FailingNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimSize:
+    """One entry of status.claims."""
+
+    namespace: str = field(metadata=says("Namespace of the claim."))
+    capacity_bytes: int = field(metadata=says("Its size; what was asked for while it is not Bound.", minimum=0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStatus:
     """status: written by the operator alone."""
 
@@ -444,6 +453,15 @@ class PoolStatus:
             f"Nodes that should have the pool and do not; the first {FAILING_NODES_MAX}. `kubectl get kvn` shows all.",
             max_items=FAILING_NODES_MAX,
             map_key="name",
+        ),
+    )
+    claims: tuple[ClaimSize, ...] = field(
+        default=(),
+        metadata=says(
+            "SharedFilesystem: the claims by which pods get the pool; pods of namespaces without one go without the "
+            f"cache. The first {CLAIMS_MAX}.",
+            max_items=CLAIMS_MAX,
+            map_key="namespace",
         ),
     )
     conditions: tuple[Condition, ...] = field(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pykvcache_contract.api.objects import Condition, ConditionStatus
-from pykvcache_contract.api.pool import KVCachePool, StorageType
+from pykvcache_contract.api.pool import CLAIMS_MAX, KVCachePool, StorageType
 from pykvcache_contract.api.selection import admits
 from pykvcache_contract.injection import SkipReason
 from pykvcache_contract.names import (
@@ -18,6 +18,7 @@ from pykvcache_operator.injection.outcome import Skip
 from pykvcache_operator.injection.pod import mapping, metadata_of, shown
 from pykvcache_operator.injection.volumes import uses_host_path
 from pykvcache_operator.resources import NamespaceFacts
+from pykvcache_operator.shared import claim_name
 
 MIRROR_ANNOTATION = "kubernetes.io/config.mirror"
 """On what the kubelet shows of a pod that it starts from a file; changing that changes nothing."""
@@ -79,31 +80,36 @@ def check_namespace(pool: KVCachePool, namespace: NamespaceFacts) -> None:
         )
 
 
-def check_volume(pool: KVCachePool) -> None:
+def check_volume(pool: KVCachePool, namespace: str) -> None:
     """Raise Skip if the pod would wait for the pool's volume, as far as the pool's status tells.
 
     A NodeLocal pool that is not ready is no reason: what its pods get then is an empty marker directory.
+
+    Args:
+        namespace: of the pod; empty: not known.
     """
     ready = next((found for found in pool.status.conditions if found.type == CONDITION_READY), None)
     if pool.spec.storage.type is StorageType.SHARED_FILESYSTEM:
-        _check_claim(pool, ready)
+        _check_claim(pool, ready, namespace)
     elif uses_host_path(pool):
         _check_path(pool, ready)
     elif pool.spec.storage.type is StorageType.NODE_LOCAL:
         _check_agents(pool)
 
 
-def _check_claim(pool: KVCachePool, ready: Condition | None) -> None:
+def _check_claim(pool: KVCachePool, ready: Condition | None, namespace: str) -> None:
+    claims = pool.status.claims
     if ready is None:
         problem = "the operator has not looked at it yet"
-    elif ready.status is ConditionStatus.TRUE or ready.reason == _PENDING:
-        return
-    else:
+    elif ready.status is not ConditionStatus.TRUE and ready.reason != _PENDING:
         problem = ready.message
+    elif namespace and 0 < len(claims) < CLAIMS_MAX and all(claim.namespace != namespace for claim in claims):
+        problem = f"namespace {shown(namespace)} has no claim {claim_name(pool)}"
+    else:
+        return
     raise Skip(
         SkipReason.POOL_NOT_READY,
-        f"KVCachePool {pool.name} is not ready: {problem}. The pod would wait for its claim; make the pod again when "
-        "`kubectl get kvcachepools` shows the pool ready",
+        f"KVCachePool {pool.name}: {problem}. The pod would wait for its volume; make it again when the claim is there",
     )
 
 

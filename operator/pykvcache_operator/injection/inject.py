@@ -5,9 +5,9 @@ cannot have the cache goes without, with the reason as the answer: no input make
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from pykvcache_contract.api.pool import KVCachePool
-from pykvcache_contract.injection import SkipReason
 from pykvcache_contract.names import INJECTED_ANNOTATION, POOL_NAME_LABEL
 from pykvcache_operator.calibration_job import COMPONENT_LABELS
 from pykvcache_operator.injection import annotations
@@ -26,10 +26,10 @@ from pykvcache_operator.injection.parts import (
 )
 from pykvcache_operator.injection.pod import check_shape, metadata_of
 from pykvcache_operator.injection.resources import memory_warnings
-from pykvcache_operator.injection.sidecar_container import sidecar
+from pykvcache_operator.injection.sidecar_container import capacity_of, sidecar
 from pykvcache_operator.injection.transfer_config import TransferOptions
 from pykvcache_operator.injection.vllm_container import configure
-from pykvcache_operator.injection.volumes import needs_namespace, needs_sidecar, pool_mount, pool_volume
+from pykvcache_operator.injection.volumes import needs_sidecar, pool_mount, pool_volume
 from pykvcache_operator.resources import NamespaceFacts
 
 
@@ -73,31 +73,26 @@ def _inject(
     pool = find_pool(metadata_of(pod, "labels")[POOL_NAME_LABEL], pools)
     if namespace is not None:
         check_namespace(pool, namespace)
-    check_volume(pool)
-    volume = pool_volume(pool, _namespace_name(pod, namespace, pool))
-    return _build(pod, pool, volume, settings)
+    name = namespace.name if namespace is not None else _declared_namespace(pod)
+    check_volume(pool, name)
+    return _build(pod, pool, name, settings)
 
 
-def _build(pod: Document, pool: KVCachePool, volume: Document, settings: InjectionSettings) -> Outcome:
+def _build(pod: Document, pool: KVCachePool, namespace: str, settings: InjectionSettings) -> Outcome:
     spec, told = without_own(pod["spec"]), metadata_of(pod, "annotations")
     wishes = annotations.read_wishes(told, pool)
     index = choose(spec, told)
     vllm = spec["containers"][index]
     check_names(spec, vllm)
     delivery = deliver(wishes.library, spec=spec, settings=settings)
-    options = TransferOptions(
-        staging_bytes=wishes.staging_bytes,
-        block_tokens=pool.spec.injection.block_tokens,
-        create_pool=needs_sidecar(pool),
-        library_path=delivery.path,
-    )
+    options = _options(pool, staging_bytes=wishes.staging_bytes, library_path=delivery.path)
     configured = configure(vllm, options=options, annotations=told, version=settings.version)
     warnings = (*configured.warnings, *memory_warnings(spec, vllm, wishes.staging_bytes))
-    sidecars = [sidecar(pool, spec=spec, vllm=vllm, settings=settings)] if needs_sidecar(pool) else []
+    sidecars = _sidecars(pool, namespace, spec=spec, vllm=vllm, settings=settings)
     own = Own(
         vllm=with_mounts(configured.container, [*delivery.mounts, pool_mount()]),
         init_containers=[*delivery.init_containers, *sidecars],
-        volumes=[*delivery.volumes, volume],
+        volumes=[*delivery.volumes, pool_volume(pool, namespace)],
     )
     new = {
         **pod,
@@ -108,6 +103,23 @@ def _build(pod: Document, pool: KVCachePool, volume: Document, settings: Injecti
     return Outcome(Result.INJECTED, new, warnings=warnings)
 
 
+def _options(pool: KVCachePool, *, staging_bytes: int, library_path: str) -> TransferOptions:
+    return TransferOptions(
+        staging_bytes=staging_bytes,
+        block_tokens=pool.spec.injection.block_tokens,
+        create_pool=needs_sidecar(pool),
+        library_path=library_path,
+    )
+
+
+def _sidecars(
+    pool: KVCachePool, namespace: str, *, spec: Mapping[str, Any], vllm: Document, settings: InjectionSettings
+) -> list[Document]:
+    if not needs_sidecar(pool):
+        return []
+    return [sidecar(pool, capacity_of(pool, namespace), spec=spec, vllm=vllm, settings=settings)]
+
+
 def _skipped(pod: Document, skip: Skip) -> Outcome:
     message = annotations.clip(skip.message)
     metadata = annotations.skipped(pod, reason=skip.reason, message=message)
@@ -115,15 +127,6 @@ def _skipped(pod: Document, skip: Skip) -> Outcome:
     return Outcome(Result.SKIPPED, new if has_room(new) else pod, skip.reason, message)
 
 
-def _namespace_name(pod: Document, namespace: NamespaceFacts | None, pool: KVCachePool) -> str:
-    if namespace is not None:
-        return namespace.name
-    metadata = pod.get("metadata") or {}
-    name = metadata.get("namespace")
-    if needs_namespace(pool) and not (isinstance(name, str) and name):
-        raise Skip(
-            SkipReason.POOL_NOT_READY,
-            f"the directory of KVCachePool {pool.name} depends on the namespace, and none is given. Write it as "
-            "metadata.namespace",
-        )
-    return str(name or "")
+def _declared_namespace(pod: Document) -> str:
+    name = (pod.get("metadata") or {}).get("namespace")
+    return name if isinstance(name, str) else ""

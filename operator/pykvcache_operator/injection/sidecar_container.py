@@ -27,7 +27,7 @@ WAIT_SECONDS = 5
 EPHEMERAL_SHARE = 0.95
 """Of the emptyDir's sizeLimit: the kubelet evicts the pod above it, and counts folders, which the pool does not."""
 DEFAULT_CAPACITY_BYTES = 64 * 2**30
-"""Of a claim whose size nobody told: what a pool without limits takes, too."""
+"""Of a claim whose size is not known: what a pool without limits takes, too."""
 
 _POLICIES = {EvictionPolicy.LRU: "lru", EvictionPolicy.COST_AWARE: "cost"}
 _DAY_SECONDS = 86_400
@@ -51,15 +51,21 @@ _SERVED: Document = {
 
 
 def sidecar(
-    pool: KVCachePool, *, spec: Mapping[str, Any], vllm: Mapping[str, Any], settings: InjectionSettings
+    pool: KVCachePool,
+    capacity_bytes: int,
+    *,
+    spec: Mapping[str, Any],
+    vllm: Mapping[str, Any],
+    settings: InjectionSettings,
 ) -> Document:
     """Return the container that looks after the pool of a pod.
 
     Args:
+        capacity_bytes: see `capacity_of`.
         spec: of the pod, for what is taken and what is inherited.
         vllm: vLLM's container, whose user the sidecar shares where it is told.
     """
-    capacity_bytes, is_port_free = capacity_of(pool), _is_port_free(spec)
+    is_port_free = _is_port_free(spec)
     volumes_bytes = capacity_bytes if pool.spec.storage.type is StorageType.EPHEMERAL else 0
     return {
         "name": SIDECAR_CONTAINER,
@@ -74,12 +80,13 @@ def sidecar(
     }
 
 
-def capacity_of(pool: KVCachePool) -> int:
-    """Return the bytes that the pool of one pod, or of one claim, may take; nodes are no matter of ours."""
+def capacity_of(pool: KVCachePool, namespace: str) -> int:
+    """Return the bytes that the pool may take, of one pod or of one claim; for NodeLocal pools it means nothing."""
     declared = pool.spec.storage.capacity_bytes
     if pool.spec.storage.type is StorageType.EPHEMERAL:
         return int(EPHEMERAL_SHARE * (declared or 0))
-    return declared or DEFAULT_CAPACITY_BYTES
+    sizes = {claim.namespace: claim.capacity_bytes for claim in pool.status.claims}
+    return sizes.get(namespace) or declared or DEFAULT_CAPACITY_BYTES
 
 
 def _is_port_free(spec: Mapping[str, Any]) -> bool:

@@ -2,8 +2,9 @@
 
 from pykvcache_contract.api.pool import KVCachePool, Sharing, StorageType, Volume
 from pykvcache_contract.api.quantities import format_quantity
+from pykvcache_contract.injection import SkipReason
 from pykvcache_contract.names import DRIVER_NAME, POOL_ATTRIBUTE, POOL_PATH, POOL_VOLUME
-from pykvcache_operator.injection.outcome import Document
+from pykvcache_operator.injection.outcome import Document, Skip
 from pykvcache_operator.shared import claim_name
 
 NAMESPACES_DIRECTORY, SHARED_DIRECTORY = "ns", "shared"
@@ -14,7 +15,10 @@ def pool_volume(pool: KVCachePool, namespace: str) -> Document:
     """Return the pod's volume of the pool.
 
     Args:
-        namespace: of the pod; only volume HostPath needs it.
+        namespace: of the pod, which only a volume HostPath needs; empty: not known.
+
+    Raises:
+        Skip: it is not known, and the directory depends on it.
     """
     return {"name": POOL_VOLUME, **_source(pool, namespace)}
 
@@ -35,11 +39,6 @@ def uses_host_path(pool: KVCachePool) -> bool:
     return storage.type is StorageType.NODE_LOCAL and storage.volume is Volume.HOST_PATH
 
 
-def needs_namespace(pool: KVCachePool) -> bool:
-    """Say whether the volume depends on the pod's namespace."""
-    return uses_host_path(pool) and pool.spec.sharing is Sharing.NAMESPACE
-
-
 def _source(pool: KVCachePool, namespace: str) -> Document:
     storage = pool.spec.storage
     if storage.type is StorageType.EPHEMERAL:
@@ -57,4 +56,9 @@ def _directory(pool: KVCachePool, namespace: str) -> str:
     tree = f"{pool.spec.storage.path}/{pool.name}"
     if pool.spec.sharing is Sharing.POOL:
         return f"{tree}/{SHARED_DIRECTORY}"
+    if not namespace:
+        raise Skip(
+            SkipReason.POOL_NOT_READY,
+            f"the directory of KVCachePool {pool.name} depends on the namespace. Write metadata.namespace",
+        )
     return f"{tree}/{NAMESPACES_DIRECTORY}/{namespace}"
