@@ -190,6 +190,7 @@ TREES = st.recursive(
 PARTS = st.dictionaries(st.sampled_from(["a", "b/c", "~d", "", "é"]), TREES, max_size=4)
 
 
+@pytest.mark.slow
 @given(before=st.tuples(PARTS, PARTS), after=st.tuples(PARTS, PARTS))
 def test_the_patch_of_any_two_pods_makes_the_one_of_the_other(before, after):
     old, new = ({"metadata": metadata, "spec": spec, "kind": "Pod"} for metadata, spec in (before, after))
