@@ -20,11 +20,14 @@ RUN python3 -m venv /pip && /pip/bin/pip install --quiet hatchling && python3 -m
 COPY --from=project /project /project
 RUN /pip/bin/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir /requirements /project
 
+# Without the libraries' own tests, a tenth of what they weigh.
 FROM pip AS operator-libraries
-RUN /pip/bin/pip --python /opt/pykvcache/bin/python install --quiet "$(ls /requirements/*.whl)[operator]"
+RUN /pip/bin/pip --python /opt/pykvcache/bin/python install --quiet "$(ls /requirements/*.whl)[operator]" \
+    && find /opt/pykvcache -type d -name tests -prune -exec rm -r {} +
 
 FROM pip AS sidecar-libraries
-RUN /pip/bin/pip --python /opt/pykvcache/bin/python install --quiet "$(ls /requirements/*.whl)[node,cli]"
+RUN /pip/bin/pip --python /opt/pykvcache/bin/python install --quiet "$(ls /requirements/*.whl)[node,cli]" \
+    && find /opt/pykvcache -type d -name tests -prune -exec rm -r {} +
 
 FROM pip AS bench-libraries
 RUN /pip/bin/pip --python /opt/pykvcache/bin/python install --quiet "$(ls /requirements/*.whl)[bench]"
@@ -36,9 +39,13 @@ COPY . .
 RUN /pip/bin/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir /wheel . \
     && /pip/bin/pip --python /opt/pykvcache/bin/python install --quiet --no-deps --prefix /code /wheel/*.whl
 
-# Only what no vLLM image has: pydantic and prometheus-client put before vLLM's own would replace them.
+# Only what no vLLM image has: pydantic and prometheus-client put before vLLM's own would replace them. Nothing in it is
+# made for one Python: liburing's file is called as a C library, and without byte code no Python finds another's.
 FROM code AS connector-libraries
-RUN /pip/bin/pip install --quiet --no-deps --target /library /wheel/*.whl liburing
+RUN /pip/bin/pip install --quiet --no-deps --no-compile --target /library /wheel/*.whl liburing \
+    && cd /library \
+    && rm -rf bin pykvcache_bench pykvcache_cli pykvcache_operator pykvcache_sidecar liburing/*.zig \
+    && chmod -R u=rwX,go=rX .
 
 # ---- what runs: no compiler, no pip, no root
 FROM ${BASE} AS runtime
@@ -65,7 +72,8 @@ COPY --from=bench-libraries /opt/pykvcache /opt/pykvcache
 COPY --from=code /code /opt/pykvcache
 CMD ["pykvcache", "--help"]
 
-# Copies the library into the directory given as argument.
+# Copies the library into the directory given as argument, without a shell. A second copy replaces the files of the first
+# by new ones, since a process may still have them mapped.
 FROM runtime AS connector
 COPY --from=connector-libraries /library /library
-ENTRYPOINT ["cp", "-rT", "/library"]
+ENTRYPOINT ["cp", "-rT", "--remove-destination", "/library"]
