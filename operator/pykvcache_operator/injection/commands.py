@@ -11,6 +11,7 @@ the image's entry point and its default arguments, which setting `args` would re
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from pykvcache_contract.injection import SkipReason
@@ -165,7 +166,7 @@ def _next_program(tokens: Sequence[str], start: int) -> int:
 
 def _lost_by_env(options: Sequence[str]) -> str:
     """Return what `env` does with its options that keeps our variables from vLLM."""
-    for option, following in zip(options, [*options[1:], ""], strict=True):
+    for option, following in zip_longest(options, options[1:], fillvalue=""):
         assigned = option.partition("=")[0]
         if _EMPTIES.fullmatch(option):
             return f"env {option}"
@@ -190,7 +191,7 @@ def _of_python(tokens: Sequence[str], cut_off: str) -> _Found:
     name = _base(tokens[0])
     letters = _python_options(tokens)
     for letter, value, following in letters:
-        if letter in "IE":
+        if letter in ("I", "E"):
             cut_off = cut_off or f"{name} -{letter}"
         elif letter == "c":
             return _Found(obstacle=f"{name} -c", cut_off=cut_off, runs_vllm=bool(_IN_TEXT.search(value)))

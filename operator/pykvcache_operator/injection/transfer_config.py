@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from pykvcache_contract.injection import SkipReason
@@ -126,7 +127,7 @@ def _among(arguments: Sequence[str]) -> Present | None:
 def value_of(arguments: Sequence[str], flag: str) -> str:
     """Return the value that vLLM's parser takes for a flag: the last one; empty if there is none."""
     found = ""
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         name, separator, value = argument.partition("=")
         if is_flag(name, flag):
             found = (value if separator else following) or _NO_VALUE

@@ -28,7 +28,10 @@ from pykvcache_operator.injection.transfer_config import (
     value_of,
 )
 
-_SETS_PATH = re.compile(r"\b(PYTHONPATH|VLLM_PLUGINS)=(?!\S{0,999}\$\{?\1)")
+_REPLACES = {
+    name: re.compile(rf"\b{name}=(?!\S{{0,200}}\$\{{?{name})")
+    for name in (environment.PYTHONPATH, environment.VLLM_PLUGINS)
+}
 """In a shell's text, without the value that is there. Bounded, so that no text takes long."""
 _SEVERAL_PODS = re.compile(r"\bray\s+start\b|\bmulti-node-serving\.sh\b")
 
@@ -95,11 +98,8 @@ def _on_conflict(annotations: Mapping[str, Any]) -> OnConflict:
 
 def _is_done(command: commands.Command, variables: environment.Environment) -> bool:
     """Return whether an injection has been here: its variable, and our connector where it puts it."""
-    if INJECTED_VARIABLE not in variables.values:
-        return False
-    if CONNECTOR_CLASS in variables.values.get(TRANSFER_CONFIG_VARIABLE, ""):
-        return True
-    return command.tokens[-2:-1] == (FLAG,) and CONNECTOR_CLASS in command.tokens[-1]
+    told = [*command.tokens, variables.values.get(TRANSFER_CONFIG_VARIABLE, "")]
+    return INJECTED_VARIABLE in variables.values and any(CONNECTOR_CLASS in text for text in told)
 
 
 def _resolve(present: Present, on_conflict: OnConflict, options: TransferOptions) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def _warnings(command: commands.Command, present: Present | None) -> list[str]:
         warnings += _about_texts(command.tokens)
     elif value_of(command.arguments, HASH_FLAG).startswith("xxhash"):
         warnings.append(
-            f"{HASH_FLAG} xxhash can be made to collide: one prompt may then get the blocks of another. Use sha256_cbor."
+            f"{HASH_FLAG} xxhash can be made to collide: a prompt may then get another's blocks. Use {HASH_ALGORITHM}."
         )
     if any(map(_SEVERAL_PODS.search, command.tokens)):
         warnings.append(
@@ -150,6 +150,5 @@ def _warnings(command: commands.Command, present: Present | None) -> list[str]:
 
 
 def _about_texts(tokens: Sequence[str]) -> list[str]:
-    names = {match[1] for match in map(_SETS_PATH.search, tokens) if match}
     text = "The command sets {0}: the cache works only if it keeps what is there, as in …${0}."
-    return [text.format(name) for name in sorted(names)]
+    return [text.format(name) for name, pattern in _REPLACES.items() if any(map(pattern.search, tokens))]
