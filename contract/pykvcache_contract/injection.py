@@ -12,7 +12,10 @@ class SkipReason(Enum):
         "PoolUnreadable",
         "The pool is of another version of py-kvcache than the webhook. Upgrade the one that is older.",
     )
-    POOL_NOT_READY = ("PoolNotReady", "The pod would wait for a volume that is not there: a claim is missing.")
+    POOL_NOT_READY = (
+        "PoolNotReady",
+        "The pod would wait for its volume: the claim, the storage.path or the node agent is missing.",
+    )
     NAMESPACE_NOT_ALLOWED = ("NamespaceNotAllowed", "The pool's allowedNamespaces does not admit the pod's namespace.")
     POD_SECURITY = (
         "PodSecurity",
@@ -28,7 +31,10 @@ class SkipReason(Enum):
     )
     BAD_ANNOTATION = ("BadAnnotation", "An annotation of ours has a value that cannot be used.")
     NAME_TAKEN = ("NameTaken", "The pod has a container, volume or mount path of its own that we need.")
-    UNSUPPORTED_POD = ("UnsupportedPod", "The pod cannot have it: Windows, or a pod that we cannot read.")
+    UNSUPPORTED_POD = (
+        "UnsupportedPod",
+        "The pod cannot have it: Windows, a static pod, too large already, or one that we cannot read.",
+    )
     WEBHOOK_STARTING = (
         "WebhookStarting",
         "The webhook had just started, or the namespace was made a moment ago. A pod made again gets the cache.",
