@@ -9,6 +9,7 @@ down                   stop it and remove it
 api                    run an API server without nodes until Ctrl-C, and print its kubeconfig file
 prepare                only build or fetch the programs and the images that tests need
 images                 only build all images; print the archives, for `docker load` or `ctr images import`
+base                   only make the base image; print its archive
 """
 
 import os
@@ -40,6 +41,7 @@ def main(arguments: list[str]) -> int:
         "api",
         "prepare",
         "images",
+        "base",
     }:
         print(__doc__)
         return 2
@@ -49,6 +51,9 @@ def main(arguments: list[str]) -> int:
     if command == "images":
         for target in images.TARGETS:
             print(images.build(target, settings.cache))
+        return 0
+    if command == "base":
+        print(images.base(settings.cache))
         return 0
     binaries = find_binaries(settings.cache)
     if command == "api":

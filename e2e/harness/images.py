@@ -22,6 +22,7 @@ KEPT = 2  # archives of each target that stay in the cache
 INPUTS = ("Dockerfile", ".dockerignore", "pyproject.toml", "README.md", "LICENSE", "*/pykvcache_*/**/*")
 
 BASE = "localhost/pykvcache/base:bookworm-2"  # the number changes with what is below
+DOCKER_BASE = "docker.io/library/python:3.11-slim-bookworm"  # as the Dockerfile says
 SUITE = "bookworm"
 PACKAGES = "python3,python3-venv,ca-certificates"
 UNNEEDED = (
@@ -76,6 +77,26 @@ def build(target: str, cache: Path) -> Path:
     return archive
 
 
+def base(cache: Path) -> Path:
+    """Return an archive of the image that all others are built on, to compare their sizes with it.
+
+    Raises:
+        MissingError, RuntimeError: as for `build`.
+    """
+
+    def make(scratch: Path) -> None:
+        archive = scratch / "image.tar"
+        if has_docker():
+            run(["docker", "pull", "--quiet", DOCKER_BASE])
+            run(["docker", "save", "--output", str(archive), DOCKER_BASE])
+            return
+        with locked(cache / ".images.lock"):
+            run([*_store(cache), "push", "--quiet", _buildah_base(cache), f"docker-archive:{archive}:{BASE}"])
+
+    name = DOCKER_BASE if has_docker() else BASE
+    return make_once(cache / "images" / f"base-{name.rpartition(':')[2]}", make) / "image.tar"
+
+
 def push(target: str, cache: Path, *, registry: str) -> str:
     """Build an image, push it to a registry where docker or buildah is logged in, and return its name there."""
     archive, name = build(target, cache), f"{registry}/pykvcache-{target}:{source_key()}"
@@ -111,12 +132,9 @@ def _build_with_docker(target: str, archive: Path) -> None:
 
 
 def _build_with_buildah(target: str, archive: Path, cache: Path) -> None:
-    require("buildah", "debootstrap")
+    _buildah_base(cache)
     store = _store(cache)
     _bound(store)
-    if BASE not in run([*store, "images", "--format", "{{.Name}}:{{.Tag}}"]).split():
-        with stage("base image made"):
-            _make_base(store)
     volumes = [f"--volume={path}:{path}:ro" for path in HOST_FILES if Path(path).exists()]
     command = [*store, "build", "--isolation=chroot", "--network=host", "--pull-never", "--layers", *volumes]
     run([*command, f"--build-arg=BASE={BASE}", f"--target={target}", f"--tag={local_name(target)}", str(REPOSITORY)])
@@ -138,6 +156,16 @@ def _bound(store: list[str]) -> None:
         if old:
             run([*store, "rmi", "--force", *old])
         run([*store, "rmi", "--prune", "--force"])
+
+
+def _buildah_base(cache: Path) -> str:
+    """Return the name of the base image in buildah's store, made unless it is there."""
+    require("buildah", "debootstrap")
+    store = _store(cache)
+    if BASE not in run([*store, "images", "--format", "{{.Name}}:{{.Tag}}"]).split():
+        with stage("base image made"):
+            _make_base(store)
+    return BASE
 
 
 def _make_base(store: list[str]) -> None:
