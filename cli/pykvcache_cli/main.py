@@ -14,6 +14,7 @@ import typer.core
 import typer.main
 
 from pykvcache_cli.console import fail
+from pykvcache_cli.kubectl import PROGRAM as KUBECTL_PLUGIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ SUB_COMMANDS = {
     ),
     "demo": SubCommand("pykvcache_cli.demo", "Show that vLLM finds its KV blocks on disk after a restart."),
     "doctor": SubCommand("pykvcache_cli.doctor", "Say what will be used here, why, and what to repair."),
+    "inject": SubCommand("pykvcache_cli.inject", "Add the cache to the vLLM pods of manifests, without a cluster."),
     "inspect": SubCommand("pykvcache_cli.inspect_pool", "Show what a pool holds; --verify checks every block."),
     "vllm-args": SubCommand("pykvcache_cli.vllm_args", "Print the flags that make vLLM use a pool."),
 }
@@ -119,6 +121,11 @@ def _do_nothing() -> None:
 def main() -> None:
     """Run the command line."""
     app(prog_name="pykvcache")
+
+
+def kubectl_plugin() -> None:
+    """Run the same command line as a plugin of kubectl, which finds `kubectl-pykvcache` on the PATH."""
+    app(prog_name=KUBECTL_PLUGIN)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,13 @@ def test_doctor_and_vllm_args_import_neither_vllm_nor_torch(run_apart: Callable,
         assert not {"torch", "vllm", "kopf"} & set(last.replace("'", " ").split())
 
 
+@pytest.mark.slow
+def test_inject_imports_no_client_and_no_vllm(run_apart: Callable) -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    result = run_apart(HEAVY, "inject", "-f", examples / "nodelocal.yaml")
+    assert result.stdout.splitlines()[-1] == "code 0 heavy [] []", result.stderr
+
+
 def test_every_sub_command_explains_itself(run: Callable) -> None:
     for name in SUB_COMMANDS:
         result = run(name, "--help")
