@@ -1,9 +1,13 @@
 """Settings for every suite, and fixtures that tests of several parts use."""
 
 import contextlib
+import importlib.util
 import os
+import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -88,3 +92,25 @@ class Mounts:
 def mounts() -> Iterator[Mounts]:
     with contextlib.closing(Mounts()) as places:
         yield places
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library as the connector's image holds it: our wheel and liburing, less what the Dockerfile takes out."""
+    root = Path(__file__).parents[1]
+    wheels, folder = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("library")
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(wheels)]
+    subprocess.run(command, cwd=root, check=True, capture_output=True)
+    (wheel,) = wheels.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    liburing = importlib.util.find_spec("liburing")
+    assert liburing is not None
+    assert liburing.origin is not None
+    shutil.copytree(Path(liburing.origin).parent, folder / "liburing", ignore=shutil.ignore_patterns("__pycache__"))
+    found = re.search(r"rm -rf (bin .*?) \\\n", (root / "Dockerfile").read_text())
+    assert found is not None
+    for pattern in found[1].split():
+        for path in folder.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return folder
