@@ -79,7 +79,7 @@ def read(container: Mapping[str, Any]) -> Command:
     Raises:
         Skip: its command or its args are not lists of strings.
     """
-    command, arguments = _strings(container, "command"), _strings(container, "args")
+    command, arguments = strings(container, "command"), strings(container, "args")
     image = container.get("image")
     image = image if isinstance(image, str) else ""
     tokens = command + arguments
@@ -96,7 +96,12 @@ def read(container: Mapping[str, Any]) -> Command:
     )
 
 
-def _strings(container: Mapping[str, Any], key: str) -> tuple[str, ...]:
+def strings(container: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Return `command` or `args` of a container.
+
+    Raises:
+        Skip: it is not a list of strings.
+    """
     value = container.get(key)
     if value is None:
         return ()

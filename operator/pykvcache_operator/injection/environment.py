@@ -31,8 +31,8 @@ class Environment:
 
     @property
     def values(self) -> dict[str, str]:
-        """What is known of it. The last entry of a name counts, as for Kubernetes."""
-        return {entry["name"]: entry.get("value") or "" for entry in self.entries if not entry.get("valueFrom")}
+        """By name; empty where the value comes from elsewhere. The last entry of a name counts, as for Kubernetes."""
+        return {entry["name"]: "" if entry.get("valueFrom") else entry.get("value") or "" for entry in self.entries}
 
     @property
     def names(self) -> frozenset[str]:
@@ -91,7 +91,6 @@ def extend(
             entries = _joined(entries, VLLM_PLUGINS, VLLM_PLUGIN_NAME, f"{{}},{VLLM_PLUGIN_NAME}", ",")
     if environment.has_sources:
         warnings += _about_sources(environment, library_path)
-    entries = [entry for entry in entries if entry["name"] not in (INJECTED_VARIABLE, TRANSFER_CONFIG_VARIABLE)]
     entries += _missing(environment)
     entries.append({"name": INJECTED_VARIABLE, "value": version})
     if transfer_config is not None:

@@ -97,7 +97,7 @@ def find(command: Command, variables: Mapping[str, str]) -> Present | None:
     """Return the kv-transfer-config that vLLM is given without us.
 
     Args:
-        variables: of the container, as far as their values are known.
+        variables: all of the container; empty where the value is not known.
     """
     named = [name for name, value in variables.items() if name == TRANSFER_CONFIG_VARIABLE or _IN_TEXT.search(value)]
     if named:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from typing import Any
 
 from pykvcache_contract.injection import SkipReason
@@ -66,9 +67,8 @@ def configure(
         Reject: as Skip, and the pod's annotation asks for that.
     """
     on_conflict = _on_conflict(annotations)
-    command, variables = commands.read(container), environment.read(container)
-    if _is_done(command, variables):
-        return Configured(dict(container))
+    bare = _without_ours(container)
+    command, variables = commands.read(bare), environment.read(bare)
     if command.cut_off:
         raise Skip(SkipReason.UNSUPPORTED_POD, _cut_off_message(command.cut_off))
     present = find(command, variables.values)
@@ -81,9 +81,9 @@ def configure(
         library_path=options.library_path,
         transfer_config=None if as_arguments else to_json(config),
     )
-    changed: Document = {**container, "env": entries}
+    changed: Document = {**bare, "env": entries}
     if as_arguments:
-        changed["args"] = [*(container.get("args") or ()), *_arguments(command, to_json(config))]
+        changed["args"] = [*(bare.get("args") or ()), *_arguments(command, to_json(config))]
     return Configured(changed, (*_warnings(command, present), *warnings))
 
 
@@ -96,10 +96,28 @@ def _on_conflict(annotations: Mapping[str, Any]) -> OnConflict:
         raise Skip(SkipReason.BAD_ANNOTATION, message) from None
 
 
-def _is_done(command: commands.Command, variables: environment.Environment) -> bool:
-    """Return whether an injection has been here: its variable, and our connector where it puts it."""
-    told = [*command.tokens, variables.values.get(TRANSFER_CONFIG_VARIABLE, "")]
-    return INJECTED_VARIABLE in variables.values and any(CONNECTOR_CLASS in text for text in told)
+def _without_ours(container: Mapping[str, Any]) -> Document:
+    """Return the container without what an earlier injection, perhaps of another version, told vLLM."""
+    bare = dict(container)
+    entries = environment.read(container)
+    if INJECTED_VARIABLE not in entries.names:
+        return bare
+    bare["env"] = [entry for entry in entries.entries if not _is_our_variable(entry)]
+    arguments = list(commands.strings(container, "args"))
+    places = [index for index, pair in enumerate(pairwise(arguments)) if pair[0] == FLAG and CONNECTOR_CLASS in pair[1]]
+    if places:
+        start = places[-1]
+        del arguments[start : start + 2]
+        if arguments[max(start - 2, 0) : start] == [HASH_FLAG, HASH_ALGORITHM]:
+            del arguments[start - 2 : start]
+        bare["args"] = arguments or None
+    return bare
+
+
+def _is_our_variable(entry: Mapping[str, Any]) -> bool:
+    if entry["name"] == TRANSFER_CONFIG_VARIABLE:
+        return not entry.get("valueFrom") and CONNECTOR_CLASS in (entry.get("value") or "")
+    return bool(entry["name"] == INJECTED_VARIABLE)
 
 
 def _resolve(present: Present, on_conflict: OnConflict, options: TransferOptions) -> dict[str, Any]:

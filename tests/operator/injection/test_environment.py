@@ -126,10 +126,8 @@ def test_variables_of_other_sources_are_warned_about_unless_env_has_the_name():
     assert not environment.is_plugin_certain(environment.read({"envFrom": sources}))
 
 
-def test_the_configuration_of_the_plugin_and_the_version_replace_older_ones():
-    entries, _ = extended(variable("PYKVCACHE_INJECTED", "0.9"), transfer_config="{}")
-    assert [entry["value"] for entry in entries if entry["name"] == "PYKVCACHE_INJECTED"] == ["1.2"]
-    assert value_in(entries, "PYKVCACHE_KV_TRANSFER_CONFIG") == "{}"
+def test_the_configuration_of_the_plugin_comes_last():
+    assert extended(transfer_config="{}")[0][-1] == variable("PYKVCACHE_KV_TRANSFER_CONFIG", "{}")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """vLLM's container is told about its pool, whatever its command looks like."""
 
+import contextlib
 import copy
 import json
 
@@ -165,6 +166,7 @@ def test_it_is_merged_into_one_argument_behind_it(envFrom):
         {"command": ["vllm", "serve", "m", "--kv-offloading-size", "8"]},
         {"command": ["vllm", "serve", "m", "$(EXTRA)"], "env": [{"name": "EXTRA", "value": "--kv-transfer-config={}"}]},
         {"command": ["vllm", "serve", "m"], "env": [{"name": VARIABLE, "value": NIXL}]},
+        {"env": [{"name": VARIABLE, "valueFrom": {"configMapKeyRef": {"name": "a", "key": "b"}}}]},
     ],
 )
 @pytest.mark.parametrize("on_conflict", ["Skip", "Merge"])
@@ -191,42 +193,75 @@ def test_a_wrong_annotation_names_the_three_values(value):
     assert len(caught.value.message) < 150
 
 
+# ---- again ----
+
+
+@pytest.mark.parametrize(
+    ("on_conflict", "container"),
+    [
+        (None, {"command": ["vllm", "serve", "m"]}),
+        (None, {"command": ["vllm", "serve", "m"], "args": [*HASH, "--port", "80"]}),
+        (None, {"command": ["sh", "-c", "vllm serve m"]}),
+        ("Merge", {"command": ["vllm", "serve", "m"], "args": ["--kv-transfer-config", NIXL]}),
+    ],
+)
+def test_a_second_injection_replaces_the_first(on_conflict, container):
+    first = configured(on_conflict, **container)
+    other = TransferOptions(staging_bytes=2**31, block_tokens=64, create_pool=True)
+    second = configured(on_conflict, other, **first.container)
+    assert second == configured(on_conflict, other, **container)
+    assert configured(on_conflict, **second.container) == first
+
+
+def test_arguments_that_came_behind_ours_stay():
+    first = configured(command=["vllm", "serve", "m"]).container
+    again = configured(**{**first, "args": [*first["args"], "--port", "80"]})
+    assert again.container["args"] == ["--port", "80", *first["args"]]
+
+
+def test_a_variable_that_only_looks_like_an_injection_is_replaced():
+    result = configured(command=["vllm", "serve", "m"], env=[{"name": "PYKVCACHE_INJECTED", "value": "mine"}])
+    assert (variables(result.container)["PYKVCACHE_INJECTED"], result.container["args"][-1]) == ("1.2", OURS)
+
+
 # ---- every container ----
 
+STARTS = st.sampled_from(
+    [
+        *(
+            ["vllm", "serve", "m"],
+            ["python3", "-um", "vllm.entrypoints.openai.api_server"],
+            ["sh", "-c", "vllm serve m"],
+        ),
+        *(["env", "A=b", "vllm", "serve"], ["env", "-i", "vllm", "serve"], ["/start.sh"], ["tini", "--"], []),
+    ]
+)
 WORDS = st.sampled_from(
     [
         *(
             "vllm",
             "serve",
             "bench",
-            "python3",
             "-I",
-            "-m",
-            "-um",
             "-c",
-            "vllm.entrypoints.openai.api_server",
             "m",
             "--",
-        ),
-        *(
-            "sh",
-            "-c",
-            "vllm serve m",
             "env",
-            "-i",
-            "A=b",
             "PYTHONPATH=/a",
             "-u",
-            "tini",
-            "/start.sh",
             "--port",
             "80",
             "",
+            "--config",
         ),
         *("--kv-transfer-config", NIXL, "--kv_transfer_config={}", "--kv-t", "--kv-transfer-config.a=1", "$(EXTRA)"),
-        *("--config", "--kv-offloading-size=1", "--prefix-caching-hash-algo", "xxhash", "ray start", OURS, "$$(X)"),
+        *("--kv-offloading-size=1", "--prefix-caching-hash-algo", "xxhash", "ray start", OURS, "$$(X)"),
         '{"kv_connector":"MultiConnector","kv_connector_extra_config":{"connectors":[]}}',
     ]
+)
+COMMANDS = st.builds(list.__add__, STARTS, st.lists(WORDS, max_size=3))
+ARGUMENTS = st.builds(
+    list.__add__, st.sampled_from([[], ["--port", "80"], ["serve", "m"]]), st.lists(WORDS, max_size=3)
 )
 NAMES = st.sampled_from(
     ["PYTHONPATH", "VLLM_PLUGINS", "PYTHONHASHSEED", "POD_NAME", "PYKVCACHE_INJECTED", VARIABLE, "X"]
@@ -242,31 +277,40 @@ GARBAGE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner), max_leaves=5
 )
 CONTAINERS = st.fixed_dictionaries(
-    {"name": st.just("c")},
+    {"name": st.just("c"), "command": COMMANDS | st.none()},
     optional={
-        "image": st.sampled_from(["vllm/vllm-openai:v1", "vllm/vllm-router", "nginx", ""]) | GARBAGE,
-        "command": st.lists(WORDS, max_size=6) | GARBAGE,
-        "args": st.lists(WORDS, max_size=6) | GARBAGE,
-        "env": st.lists(ENTRIES, max_size=5) | GARBAGE,
+        "image": st.sampled_from(["vllm/vllm-openai:v1", "vllm/vllm-router", "nginx", ""]),
+        "args": ARGUMENTS | st.none(),
+        "env": st.lists(ENTRIES, max_size=4) | st.none(),
         "envFrom": st.lists(st.just({"secretRef": {"name": "s"}}), max_size=1) | st.none(),
     },
 )
+BROKEN = st.dictionaries(st.sampled_from(["image", "command", "args", "env", "envFrom"]), GARBAGE, max_size=2)
+CONFLICTS = st.sampled_from(["Skip", "Merge", "Reject"])
 
 
 @pytest.mark.slow
 @settings(max_examples=500, deadline=None)
-@given(container=CONTAINERS, on_conflict=st.sampled_from(["Skip", "Merge", "Reject"]), path=st.sampled_from(["", "/l"]))
+@given(container=CONTAINERS, on_conflict=CONFLICTS, path=st.sampled_from(["", "/library"]))
 def test_any_container_is_configured_once_or_refused_and_never_loses_anything(container, on_conflict, path):
     options = TransferOptions(staging_bytes=1, block_tokens=16, create_pool=True, library_path=path)
     try:
         result = configured(on_conflict, options, **container)
     except (Skip, Reject):
         return
-    again = configured(on_conflict, options, **result.container)
-    assert again.container == result.container
-    kept = container.get("args") or []
-    assert list((result.container.get("args") or [])[: len(kept)]) == list(kept)
+    assert configured(on_conflict, options, **result.container).container == result.container
     assert result.container.get("command") == container.get("command")
-    own = {entry["name"] for entry in container.get("env") or []}
-    assert own - {VARIABLE} <= {entry["name"] for entry in result.container["env"]}
-    assert set(result.container) - set(container) <= {"name", "env", "args"}
+    assert set(result.container) - set(container) <= {"env", "args"}
+    names = [entry["name"] for entry in container.get("env") or []]
+    assert set(names) - {VARIABLE} <= set(variables(result.container))
+    kept = container.get("args") or []
+    if "PYKVCACHE_INJECTED" not in names:
+        assert (result.container.get("args") or [])[: len(kept)] == kept
+
+
+@pytest.mark.slow
+@given(container=CONTAINERS, broken=BROKEN, on_conflict=CONFLICTS)
+@settings(max_examples=200, deadline=None)
+def test_a_container_that_kubernetes_would_refuse_never_breaks_us(container, broken, on_conflict):
+    with contextlib.suppress(Skip, Reject):
+        configured(on_conflict, **{**container, **broken})
