@@ -6,8 +6,6 @@ test_chart_cluster.py lets them run.
 
 import hashlib
 import json
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pytest
 import yaml
 
 from gen_manifests import CHART, INSTALL, NAMESPACE
+from harness.chart import run_job
 from harness.helm import Helm, HelmError
 from harness.kubectl import Kubectl, KubectlError
 from harness.operators import Agents, Operators, condition, entry
@@ -282,17 +281,11 @@ def test_the_operator_needs_no_more_rights_than_the_chart_gives_it(no_pools, ope
 # ---- what Helm's pods do ----
 
 
-def run_job(api_server, *arguments):
-    command = [sys.executable, str(CHART / "files" / "chart_jobs.py"), *arguments]
-    environment = {"KUBECONFIG": str(api_server.kubeconfig), "PATH": "/usr/bin:/bin"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
-
-
 def test_the_pool_of_the_values_is_made_and_changed(no_pools, api_server, kubectl, tmp_path):
     file = tmp_path / "pool.json"
     for capacity in ("1Gi", "2Gi"):
         file.write_text(json.dumps(POOL | {"spec": {"storage": {"type": "Ephemeral", "capacity": capacity}}}))
-        done = run_job(api_server, "pool", "--file", str(file))
+        done = run_job(api_server.kubeconfig, "pool", "--file", str(file))
         assert done.returncode == 0, done.stdout + done.stderr
         assert kubectl.get("kvcachepool", "scratch")["spec"]["storage"]["capacity"] == capacity
 
@@ -300,24 +293,26 @@ def test_the_pool_of_the_values_is_made_and_changed(no_pools, api_server, kubect
 def test_a_wrong_pool_ends_its_job_with_the_servers_words(no_pools, api_server, tmp_path):
     file = tmp_path / "pool.json"
     file.write_text(json.dumps(POOL | {"spec": {"storage": {"type": "Nonsense"}}}))
-    done = run_job(api_server, "pool", "--file", str(file))
+    done = run_job(api_server.kubeconfig, "pool", "--file", str(file))
     assert done.returncode == 1
     assert "spec.storage.type: Unsupported value" in done.stderr
 
 
 def test_the_clean_up_deletes_every_pool_or_says_which_stay(no_pools, api_server, kubectl):
     kubectl.apply(POOL)
-    done = run_job(api_server, "cleanup", "--seconds", "20")
+    done = run_job(api_server.kubeconfig, "cleanup", "--seconds", "20")
     assert done.returncode == 0, done.stderr
     assert kubectl.list("kvcachepools") == []
     kubectl.apply(POOL | {"metadata": {"name": "stays", "finalizers": ["pykvcache.io/cleanup"]}})
-    done = run_job(api_server, "cleanup", "--seconds", "1")
+    done = run_job(api_server.kubeconfig, "cleanup", "--seconds", "1")
     assert done.returncode == 1
     assert "still there: stays; nothing was uninstalled" in done.stderr
 
 
 def test_the_test_says_what_is_missing(installed, api_server):
-    done = run_job(api_server, "test", "--namespace", NAMESPACE, "--lease", "pykvcache-operator", "--seconds", "1")
+    done = run_job(
+        api_server.kubeconfig, "test", "--namespace", NAMESPACE, "--lease", "pykvcache-operator", "--seconds", "1"
+    )
     assert done.returncode == 1
     assert "none of 1 operator pods is ready" in done.stderr
 

@@ -4,14 +4,20 @@ through upgrades. Nothing answers at the webhook's address here.
 
 import base64
 import json
+from contextlib import ExitStack
 
 import pytest
 import yaml
 
 from gen_manifests import CHART, NAMESPACE
 from harness.certificates import Authority
+from harness.chart import run_job
 from harness.helm import Helm, HelmError
 from harness.kubectl import Kubectl, KubectlError
+from harness.operators import Operators
+from harness.processes import free_ports
+from harness.waiting import NotYetError, wait_for
+from harness.webhooks import WebhookProcess
 from pykvcache_contract.names import OPERATOR_FIELD_MANAGER
 
 pytestmark = [pytest.mark.e2e, pytest.mark.short, pytest.mark.slow]
@@ -230,3 +236,84 @@ def test_the_webhook_may_read_what_it_needs_and_nothing_else(account):
     for verb, resource in (("list", "pods"), ("get", "secrets"), ("create", "pods"), ("patch", "kvcachepools")):
         with pytest.raises(KubectlError):  # the answer "no" is exit code 1
             webhook.run("auth", "can-i", verb, resource, "-n", NAMESPACE)
+
+
+# ---- operator and webhook with the rights that the chart gives them ----
+
+
+@pytest.fixture
+def stack():
+    """Ends what a test started."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def active(operator, kubectl, stack, tmp_path):
+    """An operator that runs with the chart's options and rights, and has made certificates."""
+    operators = Operators(tmp_path / "operators", kubeconfig=operator.kubeconfig, namespace=NAMESPACE, stack=stack)
+    options = {"webhook_configuration": NAME, "webhook_service": NAME, "follow_pods": True, "watch_seconds": 5}
+    process = operators.start(lease_name="pykvcache-operator", **options).wait_until_active()
+    wait_for("a bundle", lambda: bundle_of(kubectl), limit_s=90)
+    yield process
+    for name in ("pykvcache-webhook-ca", "pykvcache-webhook-tls"):
+        kubectl.within(NAMESPACE).delete("secret", name)
+
+
+@pytest.fixture
+def webhook(active, account, kubectl, stack, tmp_path):
+    """A webhook that runs with the chart's rights and the operator's certificate, and its port."""
+    (folder := tmp_path / "tls").mkdir()
+    data = kubectl.within(NAMESPACE).wait_for("secret", "pykvcache-webhook-tls", bool, "to exist")["data"]
+    for name in ("tls.crt", "tls.key"):
+        (folder / name).write_bytes(base64.b64decode(data[name]))
+    (port,) = free_ports(1)
+    process = WebhookProcess(tmp_path / "webhook", kubeconfig=account(NAME).kubeconfig, tls=folder, port=port)
+    stack.callback(process.kill)
+    return process.wait_until_ready(), port
+
+
+def stand_in(kubectl, component):
+    """Make a pod of a component of the release that is Ready at this machine's address."""
+    labels = {"app.kubernetes.io/name": "py-kvcache", "app.kubernetes.io/component": component}
+    kubectl.within(NAMESPACE).apply(pod(f"test-{component}", labels=labels))
+    ready = {"type": "Ready", "status": "True"}
+    status = {"status": {"conditions": [ready], "podIP": "127.0.0.1", "podIPs": [{"ip": "127.0.0.1"}]}}
+    kubectl.within(NAMESPACE).patch("pod", f"test-{component}", status, subresource="status")
+
+
+def test_helm_test_asks_the_webhook_as_the_api_server_does(webhook, kubectl, api_server):
+    process, port = webhook
+    for component in ("operator", "webhook"):
+        stand_in(kubectl, component)
+    arguments = ["test", "--namespace", NAMESPACE, "--lease", "pykvcache-operator", "--seconds", "60"]
+    arguments += ["--webhook", NAME, "--webhook-port", str(port)]
+    try:
+        done = run_job(api_server.kubeconfig, *arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert process.count(result="skipped", reason="PoolNotFound") == 1
+        process.kill()
+        done = run_job(api_server.kubeconfig, *arguments[:-4], "--seconds", "5", *arguments[-4:])
+        assert done.returncode == 1
+        assert "failed: webhooks answer" in done.stderr
+        assert "ConnectionRefused" in done.stderr
+    finally:
+        for component in ("operator", "webhook"):
+            kubectl.within(NAMESPACE).run("delete", "pod", f"test-{component}", "--force", "--grace-period=0")
+
+
+def test_operator_and_webhook_need_no_more_rights_than_the_chart_gives_them(active, webhook, kubectl, namespace):
+    kubectl.within(namespace).apply(pod("missed", labels=LABEL))
+
+    def told():
+        events = kubectl.within(namespace).list("events")
+        if "CacheNotInjected" not in [event["reason"] for event in events]:
+            raise NotYetError(str([event["reason"] for event in events]))
+        return True
+
+    wait_for("an Event about the pod that was missed", told, limit_s=60)
+    active.ask_to_end()
+    assert active.wait_for_end() == 0
+    process, _ = webhook
+    for log in (active.log, process.log):
+        assert "forbidden" not in log.read_text().lower()

@@ -5,6 +5,8 @@ module installs it.
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +22,13 @@ NAMESPACE = "pykvcache-system"
 AGENT_NAMESPACE = "pykvcache-agent"
 OURS = "app.kubernetes.io/name=py-kvcache"
 CRDS = ("kvcachepools.pykvcache.io", "kvcachenodes.pykvcache.io")
+
+
+def run_job(kubeconfig: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Do here what a pod that Helm runs does: see files/chart_jobs.py of the chart."""
+    command = [sys.executable, str(CHART / "files" / "chart_jobs.py"), *arguments]
+    environment = {"KUBECONFIG": str(kubeconfig), "PATH": "/usr/bin:/bin"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
 
 class PodCluster(Protocol):

@@ -24,10 +24,10 @@ class OperatorProcess:
     """One `pykvcache-operator run`."""
 
     def __init__(self, folder: Path, *, kubeconfig: Path, namespace: str, options: Mapping[str, object]) -> None:
-        """Start it; `options` are flags without their dashes."""
+        """Start it; `options` are flags without their dashes; those without a value are True."""
         flags = {"namespace": namespace, "listen": "127.0.0.1:0", **options}
         command = [sys.executable, "-m", "pykvcache_operator.main", "run"]
-        command += [f"--{name}={value}" for name, value in flags.items()]
+        command += [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
         environment = {"KUBECONFIG": str(kubeconfig), "PATH": "/usr/bin:/bin", "PYTHONUNBUFFERED": "1"}
         self.log = folder / "operator.log"
         folder.mkdir(parents=True)
