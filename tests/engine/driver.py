@@ -73,6 +73,20 @@ class Driver:
         _record_all_steps(self._llm.llm_engine)
         return time.monotonic() - begun
 
+    def configure(self, model: str, transfer: dict[str, Any] | None, options: dict[str, Any]) -> dict[str, Any]:
+        """Make an engine's configuration only; return its connector and hash."""
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+
+        given = None if transfer is None else KVTransferConfig(**transfer)
+        config = AsyncEngineArgs(model=model, kv_transfer_config=given, **options).create_engine_config()
+        found = config.kv_transfer_config
+        return {
+            "connector": found and found.kv_connector,
+            "extra": found and found.kv_connector_extra_config,
+            "hash": config.cache_config.prefix_caching_hash_algo,
+        }
+
     def generate(
         self, prompts: list[list[int]], max_tokens: int, salt: str | None = None, prompt_logprobs: int | None = None
     ) -> list[dict[str, Any]]:
