@@ -158,7 +158,8 @@ class Operator:
         for name, part in (("workers", self._work.run()), ("resync", self._resync()), ("needs", self._follow_needs())):
             self._start(name, part)
         if self._detector is not None:
-            self._start("pods", self._follow_pods(self._detector, self._pods_problem()))
+            self._start("events about pods", self._detector.run())
+            self._start("reading of pods", self._look_whether_pods_are_read(self._are_pods_read()))
         self._tasks += await self._spawn_kopf()
         self._take_signals()  # from kopf, which took them
         await self._until_done(None)
@@ -259,13 +260,12 @@ class Operator:
             await asyncio.sleep(NEED_SECONDS)
         await asyncio.Event().wait()
 
-    async def _follow_pods(self, detector: Detector, known: str | None) -> None:
-        """Post Events about pods, and look at all pools again when pods can be read, or no longer can."""
-        posting = self._start("events about pods", detector.run())
-        while not posting.done():
+    async def _look_whether_pods_are_read(self, known: bool | None) -> None:
+        """Look at all pools again when pods can be read, or no longer can."""
+        while True:
             await asyncio.sleep(NEED_SECONDS)
-            if (problem := self._pods_problem()) != known:
-                known = problem
+            if (current := self._are_pods_read()) is not known:
+                known = current
                 for item in self._cluster.pools.values():
                     self._work.add(item.pool.name)
 
@@ -323,7 +323,7 @@ class Operator:
             yield POOL_NODES_DESIRED, (item.pool.name,), float(item.pool.status.nodes_desired)
         for status, count in ready.items():
             yield KNOWN_POOLS, (status.lower(),), float(count)
-        if self._detector is not None and self._pods_problem() == "":
+        if self._detector is not None and self._are_pods_read():
             yield from self._detector.samples({item.pool.name for item in self._cluster.pools.values()})
 
     def _pods(self, pool_name: str) -> PodsView | None:
@@ -332,6 +332,10 @@ class Operator:
             return None
         problem = self._pods_problem()
         return PodsView(PodCounts() if problem is None else self._detector.counts(pool_name), problem)
+
+    def _are_pods_read(self) -> bool | None:
+        problem = self._pods_problem()
+        return None if problem is None else not problem
 
     def _pods_problem(self) -> str | None:
         """Return why pods cannot be read; "" if they were, None if that is under way."""

@@ -10,7 +10,7 @@ from aiohttp import web
 from kubernetes.aio import client as kubernetes_client
 
 from pykvcache_contract.api.node import KVCacheNode
-from pykvcache_contract.names import FINALIZER
+from pykvcache_contract.names import FINALIZER, POOL_NAME_LABEL, POOL_VOLUME
 from pykvcache_operator.client import Api
 from pykvcache_operator.decide import decide
 from pykvcache_operator.resources import (
@@ -209,3 +209,31 @@ def with_api(fake_server):
         asyncio.run(main())
 
     return run
+
+
+@pytest.fixture
+def make_pod():
+    """Makes labelled pods as the API server would give them; with what injection adds, but for its annotation."""
+
+    def make(
+        *,
+        namespace="team",
+        name="vllm-0",
+        uid="uid-1",
+        pool="p",
+        labels=None,
+        annotations=None,
+        volumes=(POOL_VOLUME,),
+        phase="Running",
+        created="2026-01-31T11:59:50Z",
+        version=1,
+        **metadata,
+    ):
+        metadata |= {"namespace": namespace, "name": name, "uid": uid, "resourceVersion": str(version)}
+        metadata |= {"creationTimestamp": created, "labels": {POOL_NAME_LABEL: pool, **(labels or {})}}
+        if annotations is not None:
+            metadata["annotations"] = annotations
+        spec = {"containers": [{"name": "vllm"}], "volumes": [{"name": volume} for volume in volumes]}
+        return {"metadata": metadata, "spec": spec, "status": {"phase": phase}}
+
+    return make

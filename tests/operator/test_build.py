@@ -7,7 +7,8 @@ import pytest
 from pykvcache_contract.api.node import PROFILES_MAX, Profile, ProfileState
 from pykvcache_contract.errors import ConfigurationError
 from pykvcache_operator import build
-from pykvcache_operator.resources import Notice, Severity
+from pykvcache_operator.pods import pod_facts
+from pykvcache_operator.resources import Notice, PodCounts, PodsView, Severity
 from pykvcache_operator.settings import make_settings
 
 
@@ -58,6 +59,17 @@ def test_the_note_of_an_event_is_bounded_in_bytes_as_the_server_counts(world, le
     assert set(note) <= {letter, "…"}
 
 
+def test_an_event_about_a_pod_is_the_same_whoever_posts_it(world, make_pod):
+    pod = pod_facts(make_pod(name="x" * 253, namespace="n" * 63, uid="0b6d4ae3-1c5f-4f4c-9f0e-2f4f1f0c9a11"))
+    notice = Notice(Severity.WARNING, "CacheNotInjected", "é" * 5000)
+    first, second = (build.pod_event(pod, notice, instance=i, now=world.now) for i in ("a" * 500, "b"))
+    assert first["metadata"] == second["metadata"]
+    assert first["metadata"]["namespace"] == "n" * 63
+    assert len(first["metadata"]["name"]) <= 253
+    assert len(first["note"].encode()) <= 1024
+    assert first["regarding"]["uid"] == pod.uid
+
+
 def test_profiles_of_other_pools_are_written_along(world):
     known = [{"pool": name, "poolUID": "u", "state": "Measured"} for name in ("a", "p", "z")]
     cache = world.view("n", profiles=known).cache
@@ -92,6 +104,24 @@ def test_a_status_is_written_when_it_differs_and_soon_when_somebody_waits_for_it
     assert not build.is_quiet(current, worse)
     assert build.status_differs({**current, "nodes": "forged"}, status)
     assert build.status_differs({}, status)
+
+
+def test_pods_that_come_and_go_can_wait_but_the_first_that_is_missed_cannot(world):
+    def current(**counts):
+        status = world.decide(world.pool(), pods=PodsView(PodCounts(**counts))).status
+        return status, world.pool().pool.status_document(status)["status"]
+
+    none, none_document = current()
+    few, few_document = current(injected=1, skipped=1)
+    missed, missed_document = current(injected=1, missed=1, missed_pods=("a/b",))
+    more, _ = current(injected=9, missed=2, missed_pods=("a/b", "a/c"))
+    assert build.status_differs(none_document, few)
+    assert build.is_quiet(none_document, few)
+    assert not build.is_quiet(few_document, missed)
+    assert not build.is_quiet({}, missed)
+    assert build.is_quiet(missed_document, more)
+    assert build.is_quiet(missed_document, none)  # recovery waits, so a state that flaps is written rarely
+    assert not build.is_quiet(none_document, replace(none, nodes_ready=7))
 
 
 def settings(**changes):

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import pytest
 
-from pykvcache_operator.resources import NodeView, Severity
+from pykvcache_operator.resources import NodeView, PodCounts, PodsView, Severity
 
 GIB = 2**30
 LABEL = {"pykvcache.io/pool.p": "ready"}
@@ -241,3 +241,59 @@ def test_what_nodes_claim_to_have_can_always_be_written(world):
     huge = world.entry(capacityBytes=2**63 - 1, usedBytes=2**63 - 1)
     status = world.decide(world.pool(), world.view("a", huge), world.view("b", huge)).status
     assert (status.capacity_bytes, status.used_bytes) == (2**63 - 1, 2**63 - 1)
+
+
+# ---- pods that are labelled for it ----
+
+
+def view_of_pods(problem="", **counts):
+    return PodsView(PodCounts(**counts), problem)
+
+
+NODE_LOCAL = {"type": "NodeLocal", "capacityPerNode": "10Gi"}
+SHARED = {"type": "SharedFilesystem", "claimName": "c"}
+EPHEMERAL = {"type": "Ephemeral", "capacity": "1Gi"}
+
+
+@pytest.mark.parametrize("storage", [NODE_LOCAL, SHARED, EPHEMERAL], ids=lambda storage: storage["type"])
+def test_pods_are_counted_whatever_the_storage(world, conditions, storage):
+    pods = view_of_pods(injected=3, skipped=2, missed=1, missed_pods=("team/x",))
+    decision = world.decide(world.pool(storage=storage), pods=pods)
+    status = decision.status
+    assert (status.injected_pods, status.skipped_pods, status.missed_pods, status.pods) == (3, 2, 1, "3/6")
+    assert conditions(decision)["InjectionHealthy"] == ("False", "MissedPods")
+
+
+def test_an_operator_that_does_not_follow_pods_says_nothing_of_them(world, conditions):
+    before = world.after(world.decide(world.pool(), pods=view_of_pods(injected=3)))
+    decision = world.decide(before)
+    assert "InjectionHealthy" not in conditions(decision)
+    assert (decision.status.injected_pods, decision.status.pods) == (0, "")
+
+
+def test_while_pods_are_read_for_the_first_time_what_was_known_stays(world):
+    first = world.decide(world.pool(), pods=view_of_pods(injected=3, missed=1, missed_pods=("team/x",)))
+    second = world.decide(world.after(first), pods=view_of_pods(problem=None))
+    assert second.status == first.status
+    assert second.notices == ()
+
+
+def test_pods_that_may_not_be_read_leave_the_condition_open(world, conditions):
+    decision = world.decide(world.pool(), pods=view_of_pods(problem="list pods: 403"))
+    assert conditions(decision)["InjectionHealthy"] == ("Unknown", "PodsUnreadable")
+    assert "PodsUnreadable" not in [notice.reason for notice in decision.notices]
+
+
+def test_missed_pods_are_an_event_on_the_pool_and_so_is_their_end(world):
+    healthy = world.after(world.decide(world.pool(), pods=view_of_pods(injected=1)))
+    missed = world.decide(healthy, pods=view_of_pods(injected=1, missed=1, missed_pods=("team/x",)))
+    assert [(n.severity, n.reason) for n in missed.notices] == [(Severity.WARNING, "MissedPods")]
+    more = world.decide(world.after(missed), pods=view_of_pods(missed=2, missed_pods=("team/x", "team/y")))
+    assert more.notices == ()
+    well = world.decide(world.after(more), pods=view_of_pods(injected=3))
+    assert [(n.severity, n.reason) for n in well.notices] == [(Severity.NORMAL, "InjectionHealthy")]
+
+
+def test_the_first_look_at_pods_that_are_well_is_no_event(world):
+    before = world.after(world.decide(world.pool()))
+    assert world.decide(before, pods=view_of_pods(injected=5)).notices == ()

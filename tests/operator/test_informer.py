@@ -92,6 +92,24 @@ def test_long_lists_come_in_pages(fake_server, with_api, monkeypatch):
     with_api(test)
 
 
+def test_objects_are_reduced_page_by_page(fake_server, with_api, monkeypatch):
+    """A cluster's pods take a gigabyte as long as they are whole."""
+    monkeypatch.setattr("pykvcache_operator.client.PAGE_OBJECTS", 2)
+
+    async def test(api):
+        for number in range(5):
+            fake_server.put(f"n{number}")
+        store = Store(lambda _document: len(fake_server.requests), Changes())
+        options = {"name": "things", "path": "/things", "server_seconds": 60, "silence_seconds": 5}
+        informer = Informer(api, store, clock=time.monotonic, **options)
+        task = asyncio.ensure_future(informer.run())
+        await informer.synced.wait()
+        assert list(store.values()) == [1, 1, 2, 2, 3]
+        await end(task)
+
+    with_api(test)
+
+
 def test_a_stream_that_ends_goes_on_from_its_last_bookmark(fake_server, with_api):
     async def test(api):
         fake_server.streams = [[bookmark(55), "end"]]
