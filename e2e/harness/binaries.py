@@ -43,6 +43,8 @@ DEBIAN = {
     "debootstrap": "debootstrap",
     "buildah": "buildah",
     "ip": "iproute2",
+    "prometheus": "prometheus",
+    "promtool": "prometheus",
 }
 
 
@@ -72,7 +74,7 @@ def find_binaries(cache: Path) -> Binaries:
 def require(*programs: str) -> Path:
     """Return the path of the first program, after a check that all are installed."""
     found = {program: shutil.which(program, path=f"{os.defpath}:/usr/sbin:/sbin") for program in programs}
-    if missing := sorted(DEBIAN[program] for program, path in found.items() if not path):
+    if missing := sorted({DEBIAN[program] for program, path in found.items() if not path}):
         raise MissingError(
             f"missing programs; run as root: apt-get install --no-install-recommends {' '.join(missing)}"
         )

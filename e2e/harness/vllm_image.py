@@ -32,8 +32,11 @@ PACKAGES = "python3,libgomp1,libnuma1,libstdc++6,ca-certificates"
 SCRIPT = """\
 #!/usr/bin/python3
 import sys
+
 from vllm.entrypoints.cli.main import main
-sys.exit(main())
+
+if __name__ == "__main__":
+    sys.exit(main())
 """
 CONFIG = {
     "Entrypoint": ["vllm", "serve"],
@@ -46,7 +49,7 @@ CONFIG = {
     ],
 }
 # Of no use on a CPU at run time, and an eighth of the size.
-LEFT_OUT = re.compile(r"torch/(include|bin|test|share)|pip|(_?py_kvcache|editables|pip-).*")
+LEFT_OUT = re.compile(r"torch/(include|test|share|bin/protoc.*)|pip|(_?py_kvcache|editables|pip-).*")
 KERNELS = {"vllm/_C.abi3.so", "vllm/_C_AVX512.abi3.so"}  # vLLM takes one of these, or _C_AVX2, by what the CPU can
 
 

@@ -1,0 +1,133 @@
+"""Real vLLM in pods, on the CPU with a tiny model: examples/vllm.yaml made small, and what one asks its servers.
+
+Requests go through the API server to the pod, so that nothing needs to be inside the cluster's network.
+"""
+
+import copy
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from harness import vllm_image
+from harness.kubectl import Kubectl, KubectlError, Object
+from harness.settings import REPOSITORY
+from harness.waiting import wait_for
+
+EXAMPLE = REPOSITORY / "examples" / "vllm.yaml"
+NAME = "vllm"  # of the Deployment, its container and its model
+PORT = 8000
+START_S = 400.0  # an engine starts in half a minute; several at once on a busy machine take minutes
+BLOCK_TOKENS = 64
+FLAGS = (
+    f"--model={vllm_image.MODEL}",
+    f"--served-model-name={NAME}",
+    "--dtype=float32",  # greedy answers of a random model flip on rounding in 16 bits
+    "--enforce-eager",
+    "--max-model-len=2048",
+    "--max-num-seqs=4",
+    "--block-size=32",
+    "--kv-cache-memory-bytes=67108864",
+    "--seed=0",
+    "--enable-prompt-tokens-details",
+    "--no-enable-prefix-caching",  # so that each request asks the pool, not only the first
+)
+INJECTION = {"injection": {"blockTokens": BLOCK_TOKENS}, "memory": {"stagingBytes": "32Mi"}}  # of a pool for it
+SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server said, and how many tokens of the prompt it took from a cache, GPU memory's included."""
+
+    text: str
+    cached_tokens: int
+
+
+def example(*, pool: str = "", replicas: int = 1, node: str = "") -> Object:
+    """Return the Deployment of the example, for the CPU; without a pool it has no label."""
+    deployment: Object = next(
+        document for document in yaml.safe_load_all(EXAMPLE.read_text()) if document["kind"] == "Deployment"
+    )
+    template = deployment["spec"]["template"]
+    template["metadata"]["labels"] = {"app": NAME, **({"pykvcache.io/pool": pool} if pool else {})}
+    container = template["spec"]["containers"][0]
+    container |= {"image": vllm_image.name(), "imagePullPolicy": "Never", "args": list(FLAGS)}
+    container["resources"] = {"requests": {"cpu": "10m", "memory": "1Gi"}, "limits": {"memory": "6Gi"}}
+    template["spec"] |= {"terminationGracePeriodSeconds": 5}
+    if node:
+        template["spec"]["nodeSelector"] = {"kubernetes.io/hostname": node}
+    deployment["spec"]["replicas"] = replicas
+    return deployment
+
+
+def pod(name: str, *, pool: str = "", node: str = "", **spec: Any) -> Object:
+    """Return one pod of the example; `spec` replaces parts of its only container."""
+    template = copy.deepcopy(example(pool=pool, node=node)["spec"]["template"])
+    template["spec"]["containers"][0] |= spec
+    template["metadata"]["name"] = name
+    return {"apiVersion": "v1", "kind": "Pod", **template}
+
+
+class Servers:
+    """The vLLM pods of one namespace."""
+
+    def __init__(self, kubectl: Kubectl) -> None:
+        self.kubectl = kubectl
+
+    def pods(self) -> list[Object]:
+        """Return the Deployment's pods that are not about to end."""
+        found = self.kubectl.list("pods", selector=f"app={NAME}")
+        return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+
+    def wait_until_ready(self, count: int, *, without: Sequence[str] = (), limit_s: float = START_S) -> list[str]:
+        """Wait until so many pods, and only these, are ready; none of the names `without` counts. Return the names.
+
+        Raises:
+            TimeoutError: with the state of each container.
+        """
+
+        def probe() -> list[str]:
+            pods = self.pods()
+            ready = [pod["metadata"]["name"] for pod in pods if is_ready(pod)]
+            if len(ready) == len(pods) == count and not set(ready) & set(without):
+                return ready
+            raise KubectlError("; ".join(_state(pod) for pod in pods))
+
+        return wait_for(f"{count} vLLM pods to be ready", probe, limit_s=limit_s, every_s=1)
+
+    def complete(self, pod: str, prompt: str, *, max_tokens: int = 16) -> Answer:
+        """Return the greedy completion of a prompt by one pod."""
+        body = {"model": NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        said = json.loads(
+            self.kubectl.run("create", "--raw", self._path(pod, "v1/completions"), "-f", "-", text=json.dumps(body))
+        )
+        details = said["usage"].get("prompt_tokens_details") or {}
+        return Answer(said["choices"][0]["text"], details.get("cached_tokens") or 0)
+
+    def metrics(self, pod: str) -> dict[str, float]:
+        """Return vLLM's metrics, summed over labels."""
+        text = self.kubectl.run("get", "--raw", self._path(pod, "metrics"))
+        sums: dict[str, float] = {}
+        for name, value in SAMPLE.findall(text):
+            sums[name] = sums.get(name, 0.0) + float(value)
+        return sums
+
+    def _path(self, pod: str, path: str) -> str:
+        return f"/api/v1/namespaces/{self.kubectl.namespace}/pods/{pod}:{PORT}/proxy/{path}"
+
+
+def is_ready(pod: Object) -> bool:
+    """Whether a pod has the condition Ready."""
+    rows = pod.get("status", {}).get("conditions", [])
+    return any((row["type"], row["status"]) == ("Ready", "True") for row in rows)
+
+
+def _state(pod: Object) -> str:
+    status = pod.get("status", {})
+    rows = [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]
+    states = {row["name"]: (row["restartCount"], row.get("state")) for row in rows}
+    return f"{pod['metadata']['name']} {status.get('phase')} {json.dumps(states)}"
