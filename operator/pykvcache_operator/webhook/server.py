@@ -1,7 +1,8 @@
 """HTTPS for API servers: POST /mutate, one AdmissionReview in, one out.
 
-Everything is bounded: the body, the time to send it, and how long a pool that nobody knows is waited for. All of it
-together stays below the timeout of the webhook configuration, 5 s, so that the answer is ours.
+Everything is bounded: the body, the time to send it, how many large ones there are at once, and how long a pool that
+nobody knows is waited for. All of it together stays below the timeout of the webhook configuration, 5 s, so that the
+answer is ours. Anybody in the cluster may connect; what they can do is to ask what would become of a pod.
 """
 
 import asyncio
@@ -20,9 +21,14 @@ logger = logging.getLogger(__name__)
 PATH = "/mutate"
 BODY_BYTES_MAX = 8 * 2**20
 """An object has at most 1.5 MiB in etcd, 3 MiB in a request to the API server; JSON escapes may double it."""
-BODY_SECONDS_MAX = 3.0
+TURN_SECONDS_MAX = 1.5
+"""How long a large body waits for its turn."""
+BODY_SECONDS_MAX = 2.0
 UNKNOWN_SECONDS_MAX = 1.0
 """How long a pool or namespace that nobody knows may take to arrive by its watch."""
+LARGE_BYTES_MIN = 2**20
+LARGE_AT_ONCE_MAX = 4
+"""Of bodies of that size or of unknown size: each takes several times its size while it is worked on."""
 KEEP_ALIVE_SECONDS = 120.0
 """Longer than the 90 s after which Go's clients drop idle connections: who closes first must not be the server, or a
 request that is just being sent fails."""
@@ -41,6 +47,7 @@ class Reviews:
 
     def __init__(self, known: Known, inject: review.Inject, *, count: Count) -> None:
         self._known, self._inject, self._count = known, inject, count
+        self._large = asyncio.Semaphore(LARGE_AT_ONCE_MAX)
         self.is_ending = False
         """While it is set, connections are closed after their answer, so that clients go to another replica."""
 
@@ -57,6 +64,18 @@ class Reviews:
         )
 
     async def _mutate(self, request: web.Request) -> web.Response:
+        if request.content_length is not None and request.content_length < LARGE_BYTES_MIN:
+            return await self._review(request)
+        try:
+            await asyncio.wait_for(self._large.acquire(), TURN_SECONDS_MAX)
+        except asyncio.TimeoutError:
+            raise web.HTTPServiceUnavailable(text="too many large reviews at once\n") from None
+        try:
+            return await self._review(request)
+        finally:
+            self._large.release()
+
+    async def _review(self, request: web.Request) -> web.Response:
         started = time.perf_counter()
         try:
             question = review.read(await _body(request))

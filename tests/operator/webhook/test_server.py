@@ -255,6 +255,48 @@ def test_a_body_that_does_not_come_is_not_waited_for_long(serving, monkeypatch):
     serving(test)
 
 
+def test_large_bodies_wait_their_turn_and_small_ones_do_not(serving, monkeypatch):
+    monkeypatch.setattr(module, "LARGE_AT_ONCE_MAX", 1)
+    monkeypatch.setattr(module, "LARGE_BYTES_MIN", 10_000)
+    monkeypatch.setattr(module, "TURN_SECONDS_MAX", 20.0)
+    monkeypatch.setattr(module, "BODY_SECONDS_MAX", 20.0)
+    large = pod(annotations={"pykvcache.io/injected": "1", "a": "x" * 10_000})
+
+    async def test(it):
+        began, end = asyncio.Event(), asyncio.Event()
+
+        async def slow():
+            yield b"{"
+            began.set()
+            await end.wait()
+            yield b"}"
+
+        first = asyncio.ensure_future(it.post(data=slow(), headers={"Content-Type": "application/json"}))
+        await began.wait()
+        while not it.reviews._large.locked():
+            await it.send(pod(annotations={"pykvcache.io/injected": "1"}))
+        second = asyncio.ensure_future(it.send(large))
+        for _ in range(5):
+            await it.send(pod(annotations={"pykvcache.io/injected": "1"}))
+        assert not second.done()
+        end.set()
+        assert (await first)[0] == 400
+        assert (await second)["allowed"] is True
+
+    serving(test)
+
+
+def test_a_large_body_whose_turn_does_not_come_is_told_so(serving, monkeypatch):
+    monkeypatch.setattr(module, "LARGE_BYTES_MIN", 10)
+    monkeypatch.setattr(module, "LARGE_AT_ONCE_MAX", 0)
+    monkeypatch.setattr(module, "TURN_SECONDS_MAX", 0.01)
+
+    async def test(it):
+        assert await it.post(json=review(pod())) == (503, "too many large reviews at once\n")
+
+    serving(test)
+
+
 def test_a_defect_of_ours_is_counted_and_admits_the_pod(serving):
     def explode(_pod, _namespace):
         raise KeyError("x")
