@@ -7,7 +7,7 @@ cannot have the cache goes without, with the reason as the answer: no input make
 from collections.abc import Mapping
 from typing import Any
 
-from pykvcache_contract.api.pool import KVCachePool
+from pykvcache_contract.api.pool import KVCachePool, StorageType
 from pykvcache_contract.names import INJECTED_ANNOTATION, POOL_NAME_LABEL
 from pykvcache_operator.calibration_job import COMPONENT_LABELS
 from pykvcache_operator.injection import annotations
@@ -85,7 +85,7 @@ def _build(pod: Document, pool: KVCachePool, namespace: str, settings: Injection
     vllm = spec["containers"][index]
     check_names(spec, vllm)
     delivery = deliver(wishes.library, spec=spec, settings=settings)
-    options = _options(pool, staging_bytes=wishes.staging_bytes, library_path=delivery.path)
+    options = _options(pool, namespace, staging_bytes=wishes.staging_bytes, library_path=delivery.path)
     configured = configure(vllm, options=options, annotations=told, version=settings.version)
     warnings = (*configured.warnings, *memory_warnings(spec, vllm, wishes.staging_bytes))
     sidecars = _sidecars(pool, namespace, spec=spec, vllm=vllm, settings=settings)
@@ -103,11 +103,14 @@ def _build(pod: Document, pool: KVCachePool, namespace: str, settings: Injection
     return Outcome(Result.INJECTED, new, warnings=warnings)
 
 
-def _options(pool: KVCachePool, *, staging_bytes: int, library_path: str) -> TransferOptions:
+def _options(pool: KVCachePool, namespace: str, *, staging_bytes: int, library_path: str) -> TransferOptions:
+    # A sidecar that never came up would set no limit, and the kubelet evicts a pod whose emptyDir is too full.
+    is_bounded = pool.spec.storage.type is StorageType.EPHEMERAL
     return TransferOptions(
         staging_bytes=staging_bytes,
         block_tokens=pool.spec.injection.block_tokens,
         create_pool=needs_sidecar(pool),
+        capacity_bytes=capacity_of(pool, namespace) if is_bounded else 0,
         library_path=library_path,
     )
 

@@ -41,6 +41,7 @@ class TransferOptions:
         staging_bytes: host memory of each worker between disk and GPU.
         block_tokens: of one stored block; the connector rounds it up to vLLM's own.
         create_pool: whether vLLM may make a pool of an empty directory: where a sidecar cares for it, or nobody.
+        capacity_bytes: most that vLLM stores, also without its sidecar; 0: what the sidecar allows.
         pool_path: where the pool is mounted in the container.
         library_path: where the library is mounted; empty: the image has it, and PYTHONPATH stays as it is.
     """
@@ -48,6 +49,7 @@ class TransferOptions:
     staging_bytes: int
     block_tokens: int
     create_pool: bool
+    capacity_bytes: int = 0
     pool_path: str = POOL_PATH
     library_path: str = LIBRARY_PATH
 
@@ -79,6 +81,8 @@ def ours(options: TransferOptions) -> dict[str, Any]:
         "when_unfit": "adapt",
         "create_pool": options.create_pool,
     }
+    if options.capacity_bytes:
+        extra["capacity"] = options.capacity_bytes
     return {
         "kv_connector": CONNECTOR_CLASS,
         "kv_connector_module_path": CONNECTOR_MODULE,

@@ -134,6 +134,12 @@ def test_only_where_a_sidecar_cares_may_vllm_make_a_pool_of_an_empty_directory(i
     assert '"create_pool":false' in command(None)
 
 
+def test_an_emptydir_never_takes_what_the_kubelet_evicts_for_although_its_sidecar_is_dead(injector):
+    arguments = injector(injector.pod(), injector.pool(storage=EPHEMERAL)).pod["spec"]["containers"][0]["args"]
+    assert f'"capacity":{int(0.95 * 200 * 2**30)}' in " ".join(arguments)
+    assert '"capacity"' not in " ".join(injector(injector.pod()).pod["spec"]["containers"][0]["args"])
+
+
 def test_staging_comes_from_the_pool_unless_the_pod_says_otherwise(injector):
     pool = injector.pool(memory={"stagingBytes": "2Gi"})
     of_pool = injector(injector.pod(), pool).pod["spec"]["containers"][0]["args"]
