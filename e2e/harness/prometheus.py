@@ -1,14 +1,17 @@
-"""A real Prometheus on a node: finds pods by the usual annotations, scrapes them, answers queries."""
+"""A real Prometheus on a node: scrapes the pods that it is told of where their annotations say, answers queries.
+
+Debian's Prometheus is built without the discovery of pods, so their annotations are read here.
+"""
 
 import json
+import os
 import shutil
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 from harness.binaries import require
-from harness.control_plane import SERVICE_IP
+from harness.kubectl import Object
 from harness.node import Node
-from harness.processes import Process
 from harness.waiting import NotYetError, wait_for
 
 PORT = 9090
@@ -16,17 +19,9 @@ CONFIGURATION = """\
 global: {{scrape_interval: 1s, scrape_timeout: 1s}}
 scrape_configs:
   - job_name: pods
-    kubernetes_sd_configs: [{{role: pod, kubeconfig_file: {kubeconfig}}}]
-    relabel_configs:
-      - {{source_labels: [__meta_kubernetes_pod_annotation_prometheus_io_scrape], regex: "true", action: keep}}
-      - {{source_labels: [__meta_kubernetes_pod_container_init], regex: "true", action: drop}}
-      - source_labels: [__address__, __meta_kubernetes_pod_annotation_prometheus_io_port]
-        regex: '([^:]+)(?::\\d+)?;(\\d+)'
-        replacement: $1:$2
-        target_label: __address__
-      - {{source_labels: [__meta_kubernetes_namespace], target_label: namespace}}
-      - {{source_labels: [__meta_kubernetes_pod_name], target_label: pod}}
+    file_sd_configs: [{{files: [{targets}], refresh_interval: 1s}}]
 """
+ANNOTATION = "prometheus.io/"
 
 
 class Prometheus:
@@ -37,16 +32,29 @@ class Prometheus:
 
         Raises:
             MissingError: Debian's package is not there.
-            TimeoutError: it did not start; with its log's end.
+            RuntimeError, TimeoutError: it did not start; with its log's end.
         """
         program = require("prometheus", "promtool")
-        self._node, folder = node, node.state / "prometheus"
+        folder = node.state / "prometheus"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        kubeconfig = node.authority.kubeconfig(folder / "kubeconfig", user="admin", server=f"https://{SERVICE_IP}:443")
-        (folder / "prometheus.yml").write_text(CONFIGURATION.format(kubeconfig=kubeconfig))
-        self._process = self._start(program, folder)
+        self._node, self._targets = node, folder / "targets.json"
+        (folder / "prometheus.yml").write_text(CONFIGURATION.format(targets=self._targets))
+        self.scrape([])
+        options = [
+            f"--config.file={folder}/prometheus.yml",
+            f"--storage.tsdb.path={folder}/data",
+            f"--web.listen-address=127.0.0.1:{PORT}",
+        ]
+        self._process = node.sandbox.spawn("prometheus", [program, *options])
         wait_for("Prometheus", self._is_ready, limit_s=90)
+
+    def scrape(self, pods: Iterable[Object]) -> None:
+        """Scrape these pods, and no others, if their annotations ask for it."""
+        groups = [target for pod in pods if (target := _target(pod))]
+        new = self._targets.with_suffix(".new")
+        new.write_text(json.dumps(groups))
+        os.replace(new, self._targets)
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         """Return the rows of an instant query: each with `metric`, its labels, and `value`.
@@ -54,8 +62,8 @@ class Prometheus:
         Raises:
             NotYetError: it failed, for example as the expression is wrong.
         """
-        text = self._run("promtool", "query", "instant", "-o", "json", f"http://127.0.0.1:{PORT}", expression)
-        rows: list[dict[str, Any]] = json.loads(text)
+        command = ["promtool", "query", "instant", "-o", "json", f"http://127.0.0.1:{PORT}", expression]
+        rows: list[dict[str, Any]] = json.loads(self._node.sandbox.run(*command))
         return rows
 
     def value(self, expression: str) -> float:
@@ -73,17 +81,17 @@ class Prometheus:
         """End it."""
         self._process.kill()
 
-    def _start(self, program: Path, folder: Path) -> Process:
-        options = [
-            f"--config.file={folder}/prometheus.yml",
-            f"--storage.tsdb.path={folder}/data",
-            f"--web.listen-address=127.0.0.1:{PORT}",
-        ]
-        return self._node.sandbox.spawn("prometheus", [program, *options])
-
     def _is_ready(self) -> bool:
         self._process.check()
         return self.query("vector(1)") != []
 
-    def _run(self, *command: str) -> str:
-        return self._node.sandbox.run(*command)
+
+def _target(pod: Object) -> dict[str, Any] | None:
+    """Return where a pod serves metrics and how its series are labelled, as Prometheus reads it from a file."""
+    metadata = pod["metadata"]
+    annotations = metadata.get("annotations", {})
+    address = pod["status"].get("podIP")
+    if annotations.get(f"{ANNOTATION}scrape") != "true" or not address:
+        return None
+    labels = {"namespace": metadata["namespace"], "pod": metadata["name"]}
+    return {"targets": [f"{address}:{annotations[f'{ANNOTATION}port']}"], "labels": labels}

@@ -3,19 +3,18 @@
 Requests go through the API server to the pod, so that nothing needs to be inside the cluster's network.
 """
 
-import copy
 import json
+import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from harness import vllm_image
 from harness.kubectl import Kubectl, KubectlError, Object
 from harness.settings import REPOSITORY
-from harness.waiting import wait_for
+from harness.waiting import NotYetError, wait_for
 
 EXAMPLE = REPOSITORY / "examples" / "vllm.yaml"
 NAME = "vllm"  # of the Deployment, its container and its model
@@ -35,12 +34,13 @@ FLAGS = (
     "--enable-prompt-tokens-details",
     "--no-enable-prefix-caching",  # so that each request asks the pool, not only the first
 )
+PROMPT_TOKENS = 500  # the tokenizer makes one of each letter
+WHOLE_TOKENS = PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS  # of them, those in whole blocks
 INJECTION = {"injection": {"blockTokens": BLOCK_TOKENS}, "memory": {"stagingBytes": "32Mi"}}  # of a pool for it
 SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """What a server said, and how many tokens of the prompt it took from a cache, GPU memory's included."""
 
     text: str
@@ -66,7 +66,7 @@ def example(*, pool: str = "", replicas: int = 1, node: str = "") -> Object:
 
 def pod(name: str, *, pool: str = "", node: str = "", **spec: Any) -> Object:
     """Return one pod of the example; `spec` replaces parts of its only container."""
-    template = copy.deepcopy(example(pool=pool, node=node)["spec"]["template"])
+    template = example(pool=pool, node=node)["spec"]["template"]
     template["spec"]["containers"][0] |= spec
     template["metadata"]["name"] = name
     return {"apiVersion": "v1", "kind": "Pod", **template}
@@ -108,6 +108,23 @@ class Servers:
         details = said["usage"].get("prompt_tokens_details") or {}
         return Answer(said["choices"][0]["text"], details.get("cached_tokens") or 0)
 
+    def answers(self, pod: str, prompts: Sequence[str]) -> list[Answer]:
+        """Return the completions of prompts, one after the other."""
+        return [self.complete(pod, prompt) for prompt in prompts]
+
+    def fill(self, pod: str, prompts: Sequence[str]) -> list[str]:
+        """Let a pod answer prompts, and wait until it has stored the blocks of each; return the answers."""
+        texts = [answer.text for answer in self.answers(pod, prompts)]
+
+        def stored() -> bool:
+            found = [self.complete(pod, prompt).cached_tokens for prompt in prompts]  # counts travel with steps
+            if min(found) < WHOLE_TOKENS:
+                raise NotYetError(f"tokens found: {found}")
+            return True
+
+        wait_for(f"{pod} to find what it stored", stored, limit_s=120, every_s=1)
+        return texts
+
     def metrics(self, pod: str) -> dict[str, float]:
         """Return vLLM's metrics, summed over labels."""
         text = self.kubectl.run("get", "--raw", self._path(pod, "metrics"))
@@ -118,6 +135,13 @@ class Servers:
 
     def _path(self, pod: str, path: str) -> str:
         return f"/api/v1/namespaces/{self.kubectl.namespace}/pods/{pod}:{PORT}/proxy/{path}"
+
+
+def prompts(count: int = 3, *, seed: int = 7) -> list[str]:
+    """Return long prompts; the last begins as the first does."""
+    source = random.Random(seed)
+    drawn = ["".join(source.choices("abcdefgh ", k=PROMPT_TOKENS)) for _ in range(count)]
+    return [*drawn[:-1], drawn[0][: PROMPT_TOKENS // 2] + drawn[-1][PROMPT_TOKENS // 2 :]]
 
 
 def is_ready(pod: Object) -> bool:
