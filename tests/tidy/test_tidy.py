@@ -125,7 +125,9 @@ def packages_at_roots(file: File) -> Iterator[str]:
 
 
 def private_paths(file: File) -> Iterator[str]:
-    private = re.compile(r"(?<![\w.-])/wor" + r"k\b(?!space)|/tmp/ven" + r"vs|\.libr" + r"ary\b|\.\./sha" + r"red")
+    private = re.compile(
+        r"(?<![\w.-])/wor" + r"k\b(?!space)|/tmp/ven" + r"vs|(?<!\w)\.libr" + r"ary\b|\.\./sha" + r"red"
+    )
     for number, line in enumerate(file.text.splitlines(), 1):
         if match := private.search(line):
             yield f"{file.path}:{number}: names {match[0]}, which exists on one machine only"
@@ -173,7 +175,7 @@ def function_of(lines: int, *, docstring: int = 0) -> str:
         (environment_reads, "connector/a.py", "getenv = 1", "import os\nos.getenv('A')"),
         (sleeping_tests, "tests/a.py", "event.wait(1)", "import time\ntime.sleep(1)"),
         (loose_todos, "storage/a.py", "# TO" + "DO(#12): later", "# TO" + "DO: later"),
-        (private_paths, "docs/a.md", "/var/work and framework/work", "see /wor" + "k/main"),
+        (private_paths, "docs/a.md", "/var/work, framework/work and injection.libr" + "ary", "see /wor" + "k/main"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
