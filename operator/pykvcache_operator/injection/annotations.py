@@ -65,7 +65,7 @@ def injected(pod: Mapping[str, Any], *, version: str, warnings: Sequence[str]) -
     if metadata is None:
         raise Skip(
             SkipReason.UNSUPPORTED_POD,
-            f"the annotations leave no room for ours: together at most {TOTAL_BYTES_MAX // 1024} KiB. Shorten them",
+            f"The annotations leave no room for ours: together at most {TOTAL_BYTES_MAX // 1024} KiB. Shorten them.",
         )
     return metadata
 
@@ -89,7 +89,7 @@ def _library(value: str) -> Library:
     try:
         return Library(value)
     except ValueError:
-        message = f"{LIBRARY_ANNOTATION} is {shown(value)}: write one of {choices(Library)}, or remove it"
+        message = f"{LIBRARY_ANNOTATION} is {shown(value)}: write {choices(Library)}, or remove it."
         raise Skip(SkipReason.BAD_ANNOTATION, message) from None
 
 
@@ -99,7 +99,9 @@ def _staging_bytes(value: str) -> int:
     except ValueError:
         staging_bytes = 0
     if staging_bytes < STAGING_BYTES_MIN:
-        message = f"{STAGING_ANNOTATION} is {shown(value)}: write a quantity of at least 16Mi such as 2Gi, or remove it"
+        message = (
+            f"{STAGING_ANNOTATION} is {shown(value)}: write a quantity of at least 16Mi such as 2Gi, or remove it."
+        )
         raise Skip(SkipReason.BAD_ANNOTATION, message)
     return staging_bytes
 

@@ -37,11 +37,11 @@ def check_pod(pod: Mapping[str, Any]) -> None:
         mapping(spec, "os").get("name") == "windows"
         or mapping(spec, "nodeSelector").get("kubernetes.io/os") == "windows"
     ):
-        raise Skip(SkipReason.UNSUPPORTED_POD, "it is a Windows pod; vLLM and the cache need Linux. Remove the label")
+        raise Skip(SkipReason.UNSUPPORTED_POD, "It is a Windows pod; vLLM and the cache need Linux. Remove the label.")
     if MIRROR_ANNOTATION in metadata_of(pod, "annotations"):
         raise Skip(
             SkipReason.UNSUPPORTED_POD,
-            "it is a static pod, which the kubelet starts from a file. Change that file by `pykvcache inject -f`",
+            "It is a static pod, which the kubelet starts from a file. Change that file by `pykvcache inject -f`.",
         )
 
 
@@ -55,11 +55,11 @@ def find_pool(name: str, pools: Mapping[str, KVCachePool]) -> KVCachePool:
     if pool is None:
         raise Skip(
             SkipReason.POOL_NOT_FOUND,
-            f"there is no KVCachePool {shown(name)}. `kubectl get kvcachepools` lists those that exist; correct the "
-            "label, or make the pool and then the pod again",
+            f"There is no KVCachePool {shown(name)}. `kubectl get kvcachepools` lists those that exist; correct the "
+            "label, or make the pool and then the pod again.",
         )
     if pool.metadata.deletion_timestamp is not None:
-        raise Skip(SkipReason.POOL_DELETED, f"KVCachePool {name} is being deleted. Choose another one by the label")
+        raise Skip(SkipReason.POOL_DELETED, f"KVCachePool {name} is being deleted. Choose another one by the label.")
     return pool
 
 
@@ -69,14 +69,14 @@ def check_namespace(pool: KVCachePool, namespace: NamespaceFacts) -> None:
         raise Skip(
             SkipReason.NAMESPACE_NOT_ALLOWED,
             f"KVCachePool {pool.name} does not admit namespace {shown(namespace.name)}. Add it to the pool's "
-            "spec.allowedNamespaces, or choose another pool by the label",
+            "spec.allowedNamespaces, or choose another pool by the label.",
         )
     level = namespace.labels.get(ENFORCE_LABEL)
     if uses_host_path(pool) and level in _WITHOUT_HOST_PATH:
         raise Skip(
             SkipReason.POD_SECURITY,
             f"KVCachePool {pool.name} has volume HostPath, and Pod Security {level} of namespace {namespace.name} "
-            "refuses such volumes. Use a pool with volume CSI",
+            "refuses such volumes. Use a pool with volume CSI.",
         )
 
 
@@ -107,9 +107,10 @@ def _check_claim(pool: KVCachePool, ready: Condition | None, namespace: str) -> 
         problem = f"namespace {shown(namespace)} has no claim {claim_name(pool)}"
     else:
         return
+    problem = problem.removesuffix(".")
     raise Skip(
         SkipReason.POOL_NOT_READY,
-        f"KVCachePool {pool.name}: {problem}. The pod would wait for its volume; make it again when the claim is there",
+        f"KVCachePool {pool.name}: {problem}. The pod would wait for its volume; make it again when the claim is there.",
     )
 
 
@@ -118,7 +119,7 @@ def _check_path(pool: KVCachePool, ready: Condition | None) -> None:
     if pool.spec.storage.path and not refused:
         return
     problem = ready.message if ready is not None and refused else "volume HostPath needs a storage.path"
-    raise Skip(SkipReason.POOL_NOT_READY, f"KVCachePool {pool.name} cannot be mounted: {problem}")
+    raise Skip(SkipReason.POOL_NOT_READY, f"KVCachePool {pool.name} cannot be mounted: {problem.removesuffix('.')}.")
 
 
 def _check_agents(pool: KVCachePool) -> None:
@@ -127,6 +128,6 @@ def _check_agents(pool: KVCachePool) -> None:
     if failing and len(failing) == pool.status.nodes_desired and all(node.reason == NO_AGENT for node in failing):
         raise Skip(
             SkipReason.POOL_NOT_READY,
-            f"no node of KVCachePool {pool.name} has a node agent, which serves its volumes. Install it: value "
-            "agent.enabled of the chart",
+            f"No node of KVCachePool {pool.name} has a node agent, which serves its volumes. Install it: value "
+            "agent.enabled of the chart.",
         )

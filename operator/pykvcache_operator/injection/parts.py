@@ -83,7 +83,7 @@ def check_names(spec: Mapping[str, Any], container: Mapping[str, Any]) -> None:
         container: vLLM's.
     """
     for what in _taken(spec, container):
-        raise Skip(SkipReason.NAME_TAKEN, f"the pod has {what}, which injection needs. Rename it")
+        raise Skip(SkipReason.NAME_TAKEN, f"The pod has {what}, which injection needs. Rename it.")
 
 
 def _taken(spec: Mapping[str, Any], container: Mapping[str, Any]) -> Iterator[str]:
@@ -118,8 +118,8 @@ def check_size(pod: Mapping[str, Any]) -> None:
     if size_bytes(pod) > SIZE_BYTES_MAX:
         raise Skip(
             SkipReason.UNSUPPORTED_POD,
-            f"the pod is too large to add anything: at most {SIZE_BYTES_MAX} bytes as JSON. Move what is large into a "
-            "ConfigMap or the image",
+            f"The pod is too large to add anything: at most {SIZE_BYTES_MAX} bytes as JSON. Move what is large into a "
+            "ConfigMap or the image.",
         )
 
 

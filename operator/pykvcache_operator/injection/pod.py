@@ -28,7 +28,9 @@ def metadata_of(pod: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def check_shape(pod: Mapping[str, Any]) -> None:
     """Raise Skip unless what injection reads of the pod is of the kinds that the API has there."""
     for problem in _problems(pod):
-        raise Skip(SkipReason.UNSUPPORTED_POD, f"{problem}. Correct the pod; `kubectl explain pod` shows what it takes")
+        raise Skip(
+            SkipReason.UNSUPPORTED_POD, f"The pod cannot be read: {problem}. `kubectl explain pod` shows what it takes."
+        )
 
 
 def items(parent: Mapping[str, Any], key: str) -> list[Document]:

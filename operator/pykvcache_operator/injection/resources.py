@@ -49,9 +49,9 @@ def memory_warnings(spec: Mapping[str, Any], container: Mapping[str, Any], stagi
     total_bytes = staging_bytes * workers
     if limit_bytes and total_bytes > STAGING_SHARE_MAX * limit_bytes:
         yield (
-            f"staging memory is {format_size(total_bytes)} ({workers} × {format_size(staging_bytes)}) of the memory "
+            f"Staging memory is {format_size(total_bytes)} ({workers} × {format_size(staging_bytes)}) of the memory "
             f"limit {format_size(limit_bytes)} of vLLM's container: raise the limit, or set the annotation "
-            "pykvcache.io/staging to less"
+            "pykvcache.io/staging to less."
         )
 
 

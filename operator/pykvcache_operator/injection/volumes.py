@@ -59,6 +59,6 @@ def _directory(pool: KVCachePool, namespace: str) -> str:
     if not namespace:
         raise Skip(
             SkipReason.POOL_NOT_READY,
-            f"the directory of KVCachePool {pool.name} depends on the namespace. Write metadata.namespace",
+            f"The directory of KVCachePool {pool.name} depends on the namespace. Write metadata.namespace.",
         )
     return f"{tree}/{NAMESPACES_DIRECTORY}/{namespace}"

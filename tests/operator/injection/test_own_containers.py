@@ -138,11 +138,11 @@ def test_where_ephemeral_storage_is_limited_the_limits_pay_for_what_comes_with_u
 def test_much_staging_memory_is_warned_of_and_no_limit_is_changed(injector, limits, staging, is_warned):
     pod = injector.pod(annotations={"pykvcache.io/staging": staging}, container={"resources": {"limits": limits}})
     outcome = injector(pod)
-    assert any("staging memory" in warning for warning in outcome.warnings) is is_warned
+    assert any("Staging memory" in warning for warning in outcome.warnings) is is_warned
     assert ("pykvcache.io/warnings" in outcome.pod["metadata"]["annotations"]) is is_warned
     assert outcome.pod["spec"]["containers"][0]["resources"] == {"limits": limits}
 
 
 def test_the_memory_of_the_pod_counts_where_the_container_has_no_limit(injector):
     outcome = injector(injector.pod(resources={"limits": {"memory": "1Gi"}}))
-    assert any("staging memory" in warning for warning in outcome.warnings)
+    assert any("Staging memory" in warning for warning in outcome.warnings)
