@@ -36,7 +36,12 @@ MODULES = frozenset(
 """Run by `python -m`: those that take an engine's arguments."""
 CLI_MODULE = "vllm.entrypoints.cli.main"
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
-_IN_TEXT = re.compile(r"\bvllm\s+(?:serve|run-batch|bench)\b|\bvllm\.entrypoints\b|\bfrom\s+vllm\b|\bimport\s+vllm\b")
+_IN_TEXT = re.compile(
+    r"vllm(?<!\wvllm)(?:\s+(?:serve|run-batch|bench)\b|\.entrypoints\b|(?<=\bfrom vllm)\b|(?<=\bimport vllm)\b)"
+)
+"""In the text of a shell or of `python -c`. It begins with plain letters, which are found fast in long texts."""
+WORDS_MAX = 10_000
+"""Of a command or of its arguments, each."""
 _EMPTIES = re.compile(r"-|-[0v]*i|--ignore-environment")
 _REMOVES = re.compile(r"(?:-u|--unset=|--unset)(.*)", re.DOTALL)
 _LOST_BY_ENV = ("PYTHONPATH", "VLLM_PLUGINS", "PYKVCACHE_INJECTED", "PYKVCACHE_KV_TRANSFER_CONFIG")
@@ -77,7 +82,7 @@ def read(container: Mapping[str, Any]) -> Command:
     """Return what the container starts.
 
     Raises:
-        Skip: its command or its args are not lists of strings.
+        Skip: its command or its args are not lists of strings, or too long.
     """
     command, arguments = strings(container, "command"), strings(container, "args")
     image = container.get("image")
@@ -100,13 +105,16 @@ def strings(container: Mapping[str, Any], key: str) -> tuple[str, ...]:
     """Return `command` or `args` of a container.
 
     Raises:
-        Skip: it is not a list of strings.
+        Skip: it is not a list of strings, or too long a one.
     """
     value = container.get(key)
     if value is None:
         return ()
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
         message = f"container {container.get('name')}: {key} is not a list of strings. Quote numbers and booleans."
+        raise Skip(SkipReason.UNSUPPORTED_POD, message)
+    if len(value) > WORDS_MAX:
+        message = f"container {container.get('name')}: {key} has {len(value)} entries, more than {WORDS_MAX}."
         raise Skip(SkipReason.UNSUPPORTED_POD, message)
     return tuple(value)
 

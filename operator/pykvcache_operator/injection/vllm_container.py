@@ -30,11 +30,13 @@ from pykvcache_operator.injection.transfer_config import (
 )
 
 _REPLACES = {
-    name: re.compile(rf"\b{name}=(?!\S{{0,200}}\$\{{?{name})")
+    name: re.compile(rf"{name}=(?<!\w{name}=)(?!\S{{0,200}}\$\{{?{name})")
     for name in (environment.PYTHONPATH, environment.VLLM_PLUGINS)
 }
 """In a shell's text, without the value that is there. Bounded, so that no text takes long."""
-_SEVERAL_PODS = re.compile(r"\bray\s+start\b|\bmulti-node-serving\.sh\b")
+_RAY_START = re.compile(r"ray(?<!\wray)\s+start\b")
+_SEVERAL_PODS_SCRIPT = "multi-node-serving.sh"
+"""In vLLM's images: starts Ray on the pods of one engine."""
 
 
 class OnConflict(Enum):
@@ -159,7 +161,7 @@ def _warnings(command: commands.Command, present: Present | None) -> list[str]:
         warnings.append(
             f"{HASH_FLAG} xxhash can be made to collide: a prompt may then get another's blocks. Use {HASH_ALGORITHM}."
         )
-    if any(map(_SEVERAL_PODS.search, command.tokens)):
+    if any(_SEVERAL_PODS_SCRIPT in token or _RAY_START.search(token) for token in command.tokens):
         warnings.append(
             "One engine over several pods: label all of them or none, or vLLM fails where the library is missing. "
             "Blocks are found again only on a pool that all of its nodes share."

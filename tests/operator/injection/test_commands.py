@@ -121,6 +121,30 @@ def test_a_text_that_starts_vllm_is_a_sign_of_it(text):
     assert not read(["sh", "-c", text.replace("vllm", "sglang")]).runs_vllm
 
 
+@pytest.mark.parametrize(
+    "text", ["exec myvllm serve m", "curl http://vllm/metrics", "from vllmx import LLM", "vllm-serve"]
+)
+def test_a_text_that_only_has_the_letters_is_none(text):
+    assert not read(["sh", "-c", text]).runs_vllm
+
+
+@pytest.mark.parametrize("code", ["import vllm", "from vllm import LLM", "import os; from vllm.engine import x"])
+def test_python_code_that_imports_vllm_is_a_sign_of_it(code):
+    assert read(["python3", "-c", code]).runs_vllm
+
+
+def test_a_shell_really_ignores_what_follows_its_text():
+    program = f"{sys.executable} -c 'import sys; print(len(sys.argv))'"
+    result = subprocess.run(["sh", "-c", program, "--kv-transfer-config", "{}"], capture_output=True, check=True)
+    assert result.stdout == b"1\n"
+
+
+def test_a_command_without_end_is_skipped():
+    assert read(["vllm", "serve"], ["a"] * 10_000).runs_vllm
+    with pytest.raises(Skip, match="args has 10001 entries"):
+        read(["vllm", "serve"], ["a"] * 10_001)
+
+
 @pytest.mark.parametrize("option", ["-I", "-E", "-uE", "-Bs", "-S", "-P", "-u", "-OO"])
 def test_options_that_keep_our_library_from_python_are_those_that_really_do(option, tmp_path):
     (tmp_path / "a_library.py").touch()
