@@ -62,6 +62,23 @@ AllowedPaths = Annotated[
 ]
 
 
+FollowPods = Annotated[
+    bool,
+    _told(
+        "FOLLOW_PODS",
+        "Watch the pods of all namespaces that are labelled for a pool, and tell which of them go without the cache. "
+        "Needs the right to list pods and to create Events everywhere.",
+    ),
+]
+WebhookConfiguration = Annotated[
+    str,
+    _told(
+        "WEBHOOK_CONFIGURATION",
+        "MutatingWebhookConfiguration whose certificates the operator makes and renews. Empty: it keeps none.",
+    ),
+]
+
+
 @app.command("run")
 def _run(
     namespace: Annotated[
@@ -109,21 +126,8 @@ def _run(
         _told("RESYNC_SECONDS", "How often all pools are looked at, whatever the watches told.", min=1),
     ] = options.RESYNC_SECONDS,
     workers: Annotated[int, _told("WORKERS", "Pools looked at side by side.", min=1, max=100)] = options.WORKERS,
-    follow_pods: Annotated[
-        bool,
-        _told(
-            "FOLLOW_PODS",
-            "Watch the pods of all namespaces that are labelled for a pool, and tell which of them go without the "
-            "cache. Needs the right to list pods and to create Events everywhere.",
-        ),
-    ] = False,
-    webhook_configuration: Annotated[
-        str,
-        _told(
-            "WEBHOOK_CONFIGURATION",
-            "MutatingWebhookConfiguration whose certificates the operator makes and renews. Empty: it keeps none.",
-        ),
-    ] = "",
+    follow_pods: FollowPods = False,
+    webhook_configuration: WebhookConfiguration = "",
     webhook_service: Annotated[
         str, _told("WEBHOOK_SERVICE", "Service of the webhook, in the operator's namespace: the certificate's name.")
     ] = options.WEBHOOK_SERVICE,
