@@ -110,7 +110,7 @@ def _check_claim(pool: KVCachePool, ready: Condition | None, namespace: str) -> 
     problem = problem.removesuffix(".")
     raise Skip(
         SkipReason.POOL_NOT_READY,
-        f"KVCachePool {pool.name}: {problem}. The pod would wait for its volume; make it again when the claim is there.",
+        f"KVCachePool {pool.name}: {problem}. The pod would wait for its volume; make it again when that is there.",
     )
 
 

@@ -10,18 +10,19 @@ from pykvcache_contract.injection import SkipReason
 Document = dict[str, Any]
 """A Kubernetes object as JSON."""
 
-# Limits equal requests: so a pod of class Guaranteed stays one, and a LimitRange's ratio holds. The CPUs are no whole
-# ones, or a node with static CPU assignment would give them away exclusively.
+# The chart's values say the same. Limits equal requests: so a pod of class Guaranteed stays one, and a LimitRange's ratio
+# holds. The CPUs are no whole ones, or a node with static CPU assignment would give them away exclusively.
 LIBRARY_RESOURCES: Mapping[str, Any] = {
-    "requests": {"cpu": "500m", "memory": "128Mi"},
-    "limits": {"cpu": "500m", "memory": "128Mi"},
+    "requests": {"cpu": "200m", "memory": "64Mi"},
+    "limits": {"cpu": "200m", "memory": "64Mi"},
 }
 """It runs before vLLM, which asks for more: a pod's requests do not grow by it."""
 SIDECAR_RESOURCES: Mapping[str, Any] = {
     "requests": {"cpu": "500m", "memory": "256Mi"},
     "limits": {"cpu": "500m", "memory": "256Mi"},
 }
-"""Its memory peaks at 99 MiB (docs/benchmarks.md, eviction); pages that it caches while it reads count, but leave."""
+"""Its start takes half a second of a CPU, and vLLM waits for it. Memory peaks at 99 MiB (docs/benchmarks.md, eviction);
+pages that it caches while it reads count, but leave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
