@@ -10,8 +10,8 @@ from pykvcache_contract.injection import SkipReason
 Document = dict[str, Any]
 """A Kubernetes object as JSON."""
 
-# The chart's values say the same. Limits equal requests: so a pod of class Guaranteed stays one, and a LimitRange's ratio
-# holds. The CPUs are no whole ones, or a node with static CPU assignment would give them away exclusively.
+# The chart's values say the same. Limits equal requests: so a pod of class Guaranteed stays one, and the ratio of a
+# LimitRange holds. The CPUs are no whole ones, or a node with static CPU assignment would give them away exclusively.
 LIBRARY_RESOURCES: Mapping[str, Any] = {
     "requests": {"cpu": "200m", "memory": "64Mi"},
     "limits": {"cpu": "200m", "memory": "64Mi"},
