@@ -5,7 +5,7 @@ from pykvcache_operator.injection import annotations
 from pykvcache_operator.injection.inject import inject
 from pykvcache_operator.injection.outcome import Document, InjectionSettings, Outcome, Result
 from pykvcache_operator.webhook.known import Known
-from pykvcache_operator.webhook.review import Inject, pool_name, printable
+from pykvcache_operator.webhook.review import Inject, pool_name, short
 
 
 def decider(known: Known, settings: InjectionSettings) -> Inject:
@@ -18,7 +18,7 @@ def decider(known: Known, settings: InjectionSettings) -> Inject:
         if outcome.reason is not SkipReason.POOL_NOT_FOUND:
             return outcome
         if not is_known:
-            problem = known.problem or f"namespace {printable(namespace)} was not told by the API server yet"
+            problem = known.problem or f"namespace {short(namespace)} was not told by the API server yet"
             return _restated(outcome, pod, SkipReason.WEBHOOK_STARTING, problem)
         if problem := known.unreadable.get(pool_name(pod), ""):
             return _restated(outcome, pod, SkipReason.POOL_UNREADABLE, problem)

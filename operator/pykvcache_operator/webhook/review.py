@@ -20,6 +20,7 @@ from typing import Any
 from pykvcache_contract.errors import PyKVCacheError
 from pykvcache_contract.injection import SkipReason
 from pykvcache_contract.names import INJECTED_ANNOTATION, POOL_NAME_LABEL
+from pykvcache_operator.injection.annotations import clip
 from pykvcache_operator.injection.outcome import Document, Outcome, Result
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Question:
         metadata = self.pod.get("metadata")
         metadata = metadata if isinstance(metadata, dict) else {}
         name = metadata.get("name") or f"{metadata.get('generateName', '')}*"
-        return f"{printable(self.namespace)}/{printable(name)}"
+        return f"{short(self.namespace)}/{short(name)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +123,9 @@ def pool_name(pod: Document) -> str:
     return name if isinstance(name, str) else ""
 
 
-def printable(text: object, *, characters_max: int = LOG_CHARACTERS_MAX) -> str:
-    """Return a text without control characters, cut at the limit.
-
-    >>> printable("a\\nb"), printable("abcdef", characters_max=4)
-    ('a b', 'abc…')
-    """
-    head = str(text)[: characters_max + 1]
-    clean = "".join(character if character.isprintable() else " " for character in head)
-    return clean if len(clean) <= characters_max else clean[: characters_max - 1] + "…"
+def short(text: object) -> str:
+    """Return what a log may say of something that nobody has checked."""
+    return clip(str(text), characters_max=LOG_CHARACTERS_MAX)
 
 
 def patch_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Document]:
@@ -146,7 +141,7 @@ def _is_creation_of_pod(request: Mapping[str, Any]) -> bool:
 
 def _answer(question: Question, outcome: Outcome) -> Answer:
     if outcome.result is Result.REJECTED:
-        message = printable(outcome.message, characters_max=REFUSAL_CHARACTERS_MAX)
+        message = clip(outcome.message, characters_max=REFUSAL_CHARACTERS_MAX)
         status = {"code": FORBIDDEN, "reason": "Forbidden", "message": message}
         return Answer(_document(question, {"allowed": False, "status": status}), outcome.result.value, "")
     return _allow(question, outcome)
@@ -170,7 +165,7 @@ def _warnings(outcome: Outcome) -> Iterator[str]:
         word = outcome.reason.word if outcome.reason else ""
         told.insert(0, f"this pod goes without the cache: {word}: {outcome.message}")
     for text in told:
-        yield printable(f"py-kvcache: {text}", characters_max=WARNING_CHARACTERS_MAX)
+        yield clip(f"py-kvcache: {text}", characters_max=WARNING_CHARACTERS_MAX)
 
 
 def _steps(part: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Document]:

@@ -89,7 +89,7 @@ class Reviews:
             await self._known.wait_for(pool=name, namespace=question.namespace, seconds=UNKNOWN_SECONDS_MAX)
         answer = review.respond(question, self._inject)
         self._count(result=answer.result, reason=answer.reason, seconds=time.perf_counter() - started)
-        logger.info("%s: pod %s, pool %s %s", answer.result, question.title, review.printable(name), answer.reason)
+        logger.info("%s: pod %s, pool %s %s", answer.result, question.title, review.short(name), answer.reason)
         response = web.json_response(body=json.dumps(answer.document).encode())
         if self.is_ending:
             response.force_close()
