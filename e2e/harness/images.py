@@ -38,23 +38,25 @@ HOST_FILES = ("/etc/ssl/certs", "/etc/pip.conf")
 
 
 @remember
-def source_key() -> str:
+def source_key(source: Path = REPOSITORY) -> str:
     """Return a hash of everything that goes into images."""
     digest = hashlib.sha256(BASE.encode())
     for pattern in INPUTS:
-        for path in sorted(REPOSITORY.glob(pattern)):
+        for path in sorted(source.glob(pattern)):
             if path.is_file() and "__pycache__" not in path.parts:
-                digest.update(f"{path.relative_to(REPOSITORY)}\0".encode() + path.read_bytes() + b"\0")
+                digest.update(f"{path.relative_to(source)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 
 
-def local_name(target: str) -> str:
+def local_name(target: str, source: Path = REPOSITORY) -> str:
     """Return what an image built here is called."""
-    return f"{PREFIX}{target}:{source_key()}"
+    return f"{PREFIX}{target}:{source_key(source)}"
 
 
-def build(target: str, cache: Path) -> Path:
-    """Return the archive with the image `local_name(target)`, built unless the cache has it.
+def build(target: str, cache: Path, source: Path = REPOSITORY) -> Path:
+    """Return the archive with the image `local_name(target, source)`, built unless the cache has it.
+
+    `source` is a checkout of ours, of this or another version.
 
     Raises:
         ValueError: there is no such target.
@@ -63,17 +65,18 @@ def build(target: str, cache: Path) -> Path:
     """
     if target not in TARGETS:
         raise ValueError(f"no image {target}; there are {', '.join(TARGETS)}")
-    folder = cache / "images" / f"{target}-{source_key()}"
+    kind = target if source == REPOSITORY else f"other-{target}"
+    folder = cache / "images" / f"{kind}-{source_key(source)}"
 
     def make(scratch: Path) -> None:
         with stage(f"image {target} built"), locked(cache / ".images.lock"):
             if has_docker():
-                _build_with_docker(target, scratch / "image.tar")
+                _build_with_docker(target, scratch / "image.tar", source)
             else:
-                _build_with_buildah(target, scratch / "image.tar", cache)
+                _build_with_buildah(target, scratch / "image.tar", cache=cache, source=source)
 
     archive = make_once(folder, make) / "image.tar"
-    prune(folder, f"{target}-*")
+    prune(folder, f"{kind}-*")
     return archive
 
 
@@ -126,20 +129,22 @@ def prune(folder: Path, pattern: str) -> None:
         shutil.rmtree(path)
 
 
-def _build_with_docker(target: str, archive: Path) -> None:
-    run(["docker", "build", "--target", target, "--tag", local_name(target), str(REPOSITORY)])
-    run(["docker", "save", "--output", str(archive), local_name(target)])
+def _build_with_docker(target: str, archive: Path, source: Path) -> None:
+    name = local_name(target, source)
+    run(["docker", "build", "--target", target, "--tag", name, str(source)])
+    run(["docker", "save", "--output", str(archive), name])
 
 
-def _build_with_buildah(target: str, archive: Path, cache: Path) -> None:
+def _build_with_buildah(target: str, archive: Path, *, cache: Path, source: Path) -> None:
+    name = local_name(target, source)
     _buildah_base(cache)
     store = _store(cache)
     _bound(store)
     volumes = [f"--volume={path}:{path}:ro" for path in HOST_FILES if Path(path).exists()]
     command = [*store, "build", "--isolation=chroot", "--network=host", "--pull-never", "--layers", *volumes]
-    run([*command, f"--build-arg=BASE={BASE}", f"--target={target}", f"--tag={local_name(target)}", str(REPOSITORY)])
+    run([*command, f"--build-arg=BASE={BASE}", f"--target={target}", f"--tag={name}", str(source)])
     # Not as oci-archive: that is compressed, for many seconds, and unpacked at once.
-    run([*store, "push", "--quiet", local_name(target), f"docker-archive:{archive}:{local_name(target)}"])
+    run([*store, "push", "--quiet", name, f"docker-archive:{archive}:{name}"])
 
 
 def _store(cache: Path) -> list[str]:

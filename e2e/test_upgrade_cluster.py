@@ -1,0 +1,96 @@
+"""The previous version side by side with this one: an upgrade under pods that run, and the way back."""
+
+import json
+
+import pytest
+
+from harness import images, pools, vllm_image, vllm_pods
+from harness.chart import NAMESPACE, RELEASE, Installation
+from harness.injection import has_bundle, labelled, pool_on_disk, restricted
+from harness.previous import Previous
+from harness.vllm_pods import INJECTION, WHOLE_TOKENS, Servers, is_ready, prompts
+from harness.waiting import NotYetError, wait_for
+
+# The first test also builds images of two versions, and a large one, and starts the cluster.
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
+POOL = "default"
+
+
+@pytest.fixture
+def previous(local_cluster, settings):
+    return Previous(local_cluster, settings.cache)
+
+
+@pytest.fixture
+def installation(local_cluster, settings, previous, kubectl):
+    """This version's chart, not installed; the previous one is."""
+    local_cluster.load(vllm_image.build(settings.cache), vllm_image.name())
+    chart = Installation(local_cluster, cache=settings.cache)
+    try:
+        chart.remove()
+        labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+        kubectl.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": labels}})
+        previous.install(chart.helm)
+        yield chart
+    finally:
+        chart.remove()
+
+
+@pytest.fixture
+def pool(installation, local_cluster):
+    """A pool with nothing that the previous version does not know."""
+    with pool_on_disk(local_cluster, POOL, {}):
+        yield POOL
+
+
+def test_versions_read_each_others_blocks_and_pods_and_pools_outlive_an_upgrade_and_the_way_back(
+    installation, pool, previous, kubectl, namespace, local_cluster
+):
+    inside = restricted(kubectl, namespace)
+    servers = Servers(inside)
+    inside.apply(previous.vllm_pod("old", pool=pool))
+    servers.wait_until_ready(1)
+    ours, theirs = prompts(seed=1), prompts(seed=2)
+    expected = servers.fill("old", ours)
+    uid = kubectl.get("kvcachepool", pool)["metadata"]["uid"]
+
+    installation.upgrade()
+    wait_for("the webhook to be trusted", lambda: has_bundle(kubectl), limit_s=120)
+    kubectl.patch("kvcachepool", pool, {"spec": INJECTION})
+    pools.wait_for_state(kubectl, "node1", pool, "Ready")
+    all_found(servers, "old", ours, expected)
+    inside.apply(vllm_pods.pod("new", pool=pool, node="node1"))
+    servers.wait_until_ready(2)
+    assert versions_of(inside, "old", "new") == ["", images.local_name("connector")]
+    all_found(servers, "new", ours, expected)
+    more = servers.fill("new", theirs)
+    wait_for("the old pod to find what the new one stored", lambda: all_found(servers, "old", theirs, more), limit_s=90)
+
+    installation.helm.run("rollback", RELEASE, "1", "--wait", "--timeout=180s")
+    pools.wait_for_agents(kubectl)
+    pools.wait_for_state(kubectl, "node1", pool, "Ready")
+    pools.wait_for_condition(kubectl, pool, "Ready", "True")
+    assert kubectl.get("kvcachepool", pool)["metadata"]["uid"] == uid
+    for pod in ("old", "new"):
+        all_found(servers, pod, [*ours, *theirs], [*expected, *more])
+    assert [is_ready(found) for found in servers.pods()] == [True, True]
+    assert [row["restartCount"] for found in servers.pods() for row in found["status"]["containerStatuses"]] == [0, 0]
+    inside.apply(labelled("plain", pool=pool, image=local_cluster.busybox, script="true"))
+    assert "pykvcache" not in json.dumps(inside.get("pod", "plain")["spec"])
+
+
+def all_found(servers: Servers, pod: str, asked: list[str], expected: list[str]) -> bool:
+    """Check that a pod answers as expected, each prompt from the pool; answers that miss are NotYetError."""
+    answers = servers.answers(pod, asked)
+    assert [answer.text for answer in answers] == expected
+    if any(answer.cached_tokens < WHOLE_TOKENS for answer in answers):
+        raise NotYetError(f"{pod} found {[answer.cached_tokens for answer in answers]}")
+    return True
+
+
+def versions_of(inside, *pods: str) -> list[str]:
+    """Return the image of each pod's injected library; "" for one that was not injected."""
+    found = [inside.get("pod", name) for name in pods]
+    libraries = [pod["spec"]["initContainers"][0]["image"] for pod in found]
+    injected = ["pykvcache.io/injected" in pod["metadata"].get("annotations", {}) for pod in found]
+    return [name if is_injected else "" for name, is_injected in zip(libraries, injected, strict=True)]
