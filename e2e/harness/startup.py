@@ -1,4 +1,4 @@
-"""What injection adds to a pod's start. Run in e2e/, with a cluster up (`make cluster`): python -m harness.startup [RUNS]
+"""What injection adds to a pod's start: `make cluster`, then in e2e/ python -m harness.startup [RUNS]
 
 Pods that are no vLLM start one after the other, in turn: not labelled, labelled for a pool on the node's disk, and for
 one with a sidecar. The time runs from the request to make a pod until its container's program runs. Images are on the
