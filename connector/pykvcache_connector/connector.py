@@ -46,7 +46,8 @@ class PyKVCacheConnector(OffloadingConnector):
 
     def _start(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         adapted = check_configuration(vllm_config, kv_cache_config)
-        if adapted and role == KVConnectorRole.SCHEDULER:
+        # Workers start first; in one process with the scheduler they have adapted its options too.
+        if adapted and role == KVConnectorRole.WORKER and vllm_api.rank_and_world(vllm_config)[0] == 0:
             logger.warning("%s", adapted)
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = vllm_config
