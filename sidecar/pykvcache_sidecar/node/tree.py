@@ -37,6 +37,8 @@ from pykvcache_sidecar.node.filesystems import Filesystem, filesystem_of
 from pykvcache_sidecar.node.folders import READ_FLAGS, below_descriptor, open_folder, open_inside, parts_of
 from pykvcache_sidecar.node.mount_table import read_mount_table
 from pykvcache_sidecar.node.tree_file import (
+    NAMESPACES,
+    SHARED,
     PoolIdentity,
     TreeError,
     TreeRecord,
@@ -47,8 +49,6 @@ from pykvcache_sidecar.node.tree_file import (
 )
 from pykvcache_storage.pool import open_pool
 
-NAMESPACES = "ns"
-SHARED = "shared"
 CALIBRATION = "calibration"
 TREES_MAX = 1000
 """Directories looked at in one root; the rest are left alone."""

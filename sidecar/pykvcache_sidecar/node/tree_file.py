@@ -8,6 +8,7 @@ import contextlib
 import errno
 import os
 import re
+import stat
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,11 +22,13 @@ from pykvcache_contract.names import (
     REASON_ERROR,
     REASON_FOREIGN_DIRECTORY,
 )
-from pykvcache_sidecar.node.folders import LinkError, below_descriptor
+from pykvcache_sidecar.node.folders import READ_FLAGS, LinkError, below_descriptor, open_inside
 from pykvcache_storage.documents import create_document, read_document
 
 NODE_FILE = "node.json"
 FORMAT_VERSION = 1
+NAMESPACES, SHARED = "ns", "shared"
+"""Directories of a tree that pods mount by hostPath, those of namespaces and that of all."""
 
 _OURS_UNFINISHED = re.compile(r"\.+node\.json\..*")
 _REASONS = {
@@ -112,14 +115,48 @@ def read_record(tree: int, *, directory: str) -> TreeRecord | None:
 
 
 def refuse_files(tree: int, *, directory: str) -> None:
-    """Raise a TreeError if an open directory holds anything but what a killed `write_record` leaves."""
-    foreign = [name for name in os.listdir(tree) if not _OURS_UNFINISHED.fullmatch(name)]
+    """Raise a TreeError if an open directory holds anything but what a killed `write_record` leaves.
+
+    Nor does it matter what the kubelet makes for a pod with a hostPath volume that comes before the first preparation:
+    empty directories, where those of namespaces will be.
+    """
+    foreign = [n for n in os.listdir(tree) if not (_OURS_UNFINISHED.fullmatch(n) or _is_made_for_pods(n, tree))]
     if foreign:
         raise TreeError(
             REASON_FOREIGN_DIRECTORY,
             f"{directory} holds other files ({foreign[0]!r}) and no {NODE_FILE}; it is left alone. "
             "Move them away, or choose another path.",
         )
+
+
+def _is_made_for_pods(name: str, tree: int) -> bool:
+    if name not in (NAMESPACES, SHARED):
+        return False
+    try:
+        place = open_inside(tree, name, flags=READ_FLAGS)
+    except LinkError:
+        return False
+    try:
+        return _is_bare(place) and all(name == NAMESPACES and _is_empty(inner, place) for inner in os.listdir(place))
+    finally:
+        os.close(place)
+
+
+def _is_empty(name: str, parent: int) -> bool:
+    try:
+        folder = open_inside(parent, name, flags=READ_FLAGS)
+    except LinkError:
+        return False
+    try:
+        return _is_bare(folder) and not os.listdir(folder)
+    finally:
+        os.close(folder)
+
+
+def _is_bare(folder: int) -> bool:
+    """Say whether nobody but the agent's user could have put something there."""
+    status = os.fstat(folder)
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def write_record(record: TreeRecord, tree: int) -> None:

@@ -36,8 +36,8 @@ from pykvcache_sidecar.node.mounts import mounts_of
 from pykvcache_sidecar.node.orders import Aim, Order, Surroundings, Wanted
 from pykvcache_sidecar.node.placing import find_tree, prepare_tree
 from pykvcache_sidecar.node.profiles import put_profile
-from pykvcache_sidecar.node.tree import CALIBRATION, NAMESPACES, PoolTree
-from pykvcache_sidecar.node.tree_file import TreeError, explained, tree_error
+from pykvcache_sidecar.node.tree import CALIBRATION, PoolTree
+from pykvcache_sidecar.node.tree_file import NAMESPACES, TreeError, explained, tree_error
 from pykvcache_storage.probe import ProbeResult, probe
 
 logger = logging.getLogger(__name__)
