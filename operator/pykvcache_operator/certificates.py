@@ -17,7 +17,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 AUTHORITY_LIFE = timedelta(days=365)
 SERVING_LIFE = timedelta(days=90)
 """Shorter than what an authority has left when it is followed by the next, a third of its life."""
-BACKDATE = timedelta(hours=25)
+BACKDATE = timedelta(days=3)
+"""One made by a clock that is a day ahead is still good for one that is a day behind."""
 PREVIOUS_MAX = 4
 """Earlier authorities that are kept, the newest; more appear only when people put them there."""
 

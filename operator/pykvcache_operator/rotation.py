@@ -13,7 +13,7 @@ by every bundle that an API server may hold. Therefore
   Only where what is served is of no use anyway, nothing is waited for;
 - an authority that is lost leaves its certificate in the serving Secret and in the configuration: what is found there
   stays trusted until the next certificate is served;
-- certificates begin `BACKDATE` before they are made, so that clocks may differ, and be set, by a day.
+- certificates begin `BACKDATE` before they are made, so that clocks may be set, and differ by two days.
 """
 
 from collections.abc import Callable
