@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 
-from harness import images
+from harness import images, vllm_image
 from harness.api_cluster import ApiCluster
 from harness.binaries import Binaries, MissingError, find_binaries
 from harness.cluster import LocalCluster
@@ -73,6 +73,7 @@ def prepare(settings: Settings) -> int:
     """Make what the cache lacks, so that no test waits for it."""
     if settings.mode is Mode.LOCAL:
         find_binaries(settings.cache)
+        vllm_image.build(settings.cache)
     if not settings.images:
         for target in TESTED:
             images.build(target, settings.cache)
