@@ -4,6 +4,7 @@ through upgrades. Nothing answers at the webhook's address here.
 
 import base64
 import json
+import runpy
 from contextlib import ExitStack
 
 import pytest
@@ -229,6 +230,53 @@ def test_the_operator_changes_no_other_webhook(operator, kubectl):
         kubectl.delete("mutatingwebhookconfiguration", "other")
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rules", [{"apiGroups": ["*"], "apiVersions": ["*"], "operations": ["*"], "resources": ["*/*"]}]),
+        ("failurePolicy", "Fail"),
+        ("matchPolicy", "Exact"),
+        ("sideEffects", "NoneOnDryRun"),
+        ("timeoutSeconds", 30),
+        ("reinvocationPolicy", "Never"),
+        ("admissionReviewVersions", ["v1", "v2"]),
+        ("namespaceSelector", {}),
+        ("objectSelector", {}),
+        ("matchConditions", None),
+        ("clientConfig", {"url": "https://elsewhere.example/"}),
+        ("clientConfig", {"service": {"name": "other", "namespace": "default"}}),
+        ("name", "other.pykvcache.io"),
+    ],
+)
+def test_the_operator_changes_nothing_of_the_webhook_but_its_bundle(operator, kubectl, field, value):
+    path = f"/webhooks/0/{field}"
+    step = {"op": "remove", "path": path} if value is None else {"op": "replace", "path": path, "value": value}
+    with pytest.raises(KubectlError, match="may change nothing of a webhook but its caBundle"):
+        operator.run("patch", "mutatingwebhookconfiguration", NAME, "--type=json", "-p", json.dumps([step]))
+
+
+def test_the_operator_adds_no_webhook_and_no_label(operator, kubectl):
+    second = webhook_of(kubectl) | {"name": "second.pykvcache.io"}
+    for step, message in (
+        ({"op": "add", "path": "/webhooks/-", "value": second}, "nothing of a webhook but its caBundle"),
+        ({"op": "remove", "path": "/webhooks"}, "nothing of a webhook but its caBundle"),
+        ({"op": "add", "path": "/metadata/labels/a", "value": "b"}, "nothing of a webhook's metadata"),
+    ):
+        with pytest.raises(KubectlError, match=message):
+            operator.run("patch", "mutatingwebhookconfiguration", NAME, "--type=json", "-p", json.dumps([step]))
+
+
+def test_policies_have_no_type_errors(installed, kubectl):
+    for name in ("pykvcache-operator-webhook", "pykvcache-operator-secrets"):
+        seen = kubectl.wait_for(
+            "validatingadmissionpolicy",
+            name,
+            lambda row: row.get("status", {}).get("typeChecking") is not None,
+            "checked",
+        )
+        assert not seen["status"]["typeChecking"].get("expressionWarnings"), name
+
+
 def test_the_webhook_may_read_what_it_needs_and_nothing_else(account):
     webhook = account(NAME)
     for allowed in (("list", "kvcachepools.pykvcache.io"), ("watch", "namespaces")):
@@ -286,17 +334,17 @@ def test_helm_test_asks_the_webhook_as_the_api_server_does(webhook, kubectl, api
     process, port = webhook
     for component in ("operator", "webhook"):
         stand_in(kubectl, component)
-    arguments = ["test", "--namespace", NAMESPACE, "--lease", "pykvcache-operator", "--seconds", "60"]
+    arguments = ["test", "--namespace", NAMESPACE, "--lease", "pykvcache-operator", "--seconds", "100"]
     arguments += ["--webhook", NAME, "--webhook-port", str(port)]
     try:
         done = run_job(api_server.kubeconfig, *arguments)
         assert done.returncode == 0, done.stdout + done.stderr
         assert process.count(result="skipped", reason="PoolNotFound") == 1
         process.kill()
-        done = run_job(api_server.kubeconfig, *arguments[:-4], "--seconds", "5", *arguments[-4:])
-        assert done.returncode == 1
-        assert "failed: webhooks answer" in done.stderr
-        assert "ConnectionRefused" in done.stderr
+        script = runpy.run_path(str(CHART / "files" / "chart_jobs.py"))
+        script["config"].load_kube_config(str(api_server.kubeconfig))
+        with pytest.raises(ConnectionRefusedError):
+            script["webhook_missing"](NAME, NAMESPACE, port)
     finally:
         for component in ("operator", "webhook"):
             kubectl.within(NAMESPACE).run("delete", "pod", f"test-{component}", "--force", "--grace-period=0")

@@ -324,6 +324,7 @@ def test_every_policy_fails_closed_and_is_bound_to_deny(everything):
         "pykvcache-operator-node-labels",
         "pykvcache-operator-claims",
         "pykvcache-operator-secrets",
+        "pykvcache-operator-webhook",
     }
     assert all(spec["failurePolicy"] == "Fail" for spec in policies.values())
     assert sorted(policies) == sorted(binding["policyName"] for binding in bindings)
