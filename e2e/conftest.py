@@ -15,6 +15,7 @@ import pytest
 from harness.api_cluster import ApiCluster
 from harness.binaries import Binaries, fetch_tools, find_binaries
 from harness.cluster import LocalCluster
+from harness.crds import install_crds
 from harness.diagnose import diagnose, folder_of, keep_logs
 from harness.kind import KindCluster
 from harness.kubeconfig import ExternalCluster
@@ -57,6 +58,12 @@ def api_server(settings, binaries) -> Iterator[ApiCluster]:
     """A control plane without nodes, for the whole run; each test makes and deletes its own objects."""
     with running(ApiCluster(settings.state, binaries=binaries)) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def crds(api_server) -> None:
+    """The API `pykvcache.io` on the control plane without nodes, as this repository has it."""
+    install_crds(api_server.kubectl)
 
 
 @pytest.fixture(scope="session")

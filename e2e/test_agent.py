@@ -206,21 +206,6 @@ class Agent:
             subprocess.run(["umount", "-l", point], check=False)
 
 
-@pytest.fixture(scope="module")
-def crds(api_server):
-    """The API `pykvcache.io`, installed."""
-    for path in sorted((ROOT / "crds").glob("*.yaml")):
-        api_server.kubectl.apply(path.read_text())
-        name = "{1}.{0}".format(*path.stem.split("_"))
-        # Not `kubectl wait`, which fails where there is no status yet.
-        api_server.kubectl.wait_for("crd", name, _is_established, "be established", limit_s=30)
-
-
-def _is_established(crd: Object) -> bool:
-    conditions = {row["type"]: row["status"] for row in crd.get("status", {}).get("conditions") or []}
-    return conditions.get("Established") == "True"
-
-
 @pytest.fixture
 def agent(api_server, crds):
     """A node with its agent started."""

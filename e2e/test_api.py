@@ -9,6 +9,7 @@ import pytest
 import yaml
 from kubernetes import client, config
 
+from harness.crds import install_crds
 from harness.kubectl import KubectlError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.short, pytest.mark.slow]
@@ -27,11 +28,7 @@ SOME = {"allowedNamespaces": {"names": ["a"]}}
 @pytest.fixture(scope="module")
 def kubectl(api_server):
     """kubectl for a cluster that knows our kinds."""
-    for path in sorted((REPOSITORY / "crds").glob("*.yaml")):
-        api_server.kubectl.apply(path.read_text())
-    for plural in ("kvcachepools", "kvcachenodes"):
-        crd = f"crd/{plural}.pykvcache.io"
-        api_server.kubectl.run("wait", "--for=condition=Established", crd, "--timeout=60s")
+    install_crds(api_server.kubectl)
     return api_server.kubectl
 
 

@@ -2,10 +2,10 @@
 
 import json
 import uuid
-from pathlib import Path
 
 import pytest
 
+from harness.crds import install_crds
 from harness.waiting import NotYetError, wait_for
 from pykvcache_contract.api.pool import KVCachePool
 from pykvcache_contract.calibration import CalibrationRefusal, encode_calibration
@@ -21,7 +21,6 @@ from pykvcache_operator.calibration_job import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.short, pytest.mark.slow]
 
-REPOSITORY = Path(__file__).parents[1]
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 LOW = {"value": -10, "preemptionPolicy": "Never", "globalDefault": False}
 
@@ -29,8 +28,7 @@ LOW = {"value": -10, "preemptionPolicy": "Never", "globalDefault": False}
 @pytest.fixture
 def pool(kubectl):
     """A pool that owns Jobs."""
-    kubectl.apply((REPOSITORY / "crds" / "pykvcache.io_kvcachepools.yaml").read_text())
-    kubectl.run("wait", "--for=condition=Established", "crd/kvcachepools.pykvcache.io", "--timeout=60s")
+    install_crds(kubectl)
     name = f"p{uuid.uuid4().hex[:8]}"
     spec = {"storage": {"type": "NodeLocal", "capacityPerNode": "10Gi"}}
     kubectl.apply(

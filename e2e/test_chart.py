@@ -14,6 +14,7 @@ import yaml
 
 from gen_manifests import CHART, INSTALL, NAMESPACE
 from harness.chart import run_job
+from harness.crds import wait_for_crds
 from harness.helm import Helm, HelmError
 from harness.kubectl import Kubectl, KubectlError
 from harness.operators import Agents, Operators, condition, entry
@@ -56,7 +57,7 @@ def installed(helm, cluster_kubectl, api_server):
     cluster_kubectl.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": labels}})
     # Other modules of this run leave the CRDs that they applied.
     helm.run("install", "py-kvcache", str(CHART), "--take-ownership", "--force-conflicts")
-    cluster_kubectl.run("wait", "--for=condition=Established", "crd/kvcachepools.pykvcache.io", "--timeout=30s")
+    wait_for_crds(cluster_kubectl)
     yield
     if "py-kvcache" in helm.run("list", "--short"):
         helm.run("uninstall", "py-kvcache")

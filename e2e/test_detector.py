@@ -8,7 +8,6 @@ import json
 import re
 import uuid
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -17,16 +16,7 @@ from harness.operators import Operators, condition
 from harness.waiting import NotYetError, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-CRDS = sorted((Path(__file__).parents[1] / "crds").glob("*.yaml"))
 INJECTED = {"pykvcache.io/injected": "0.2.0"}
-
-
-@pytest.fixture(scope="module")
-def crds(api_server):
-    """The API `pykvcache.io`, installed."""
-    for path in CRDS:
-        api_server.kubectl.apply(path.read_text())
-        api_server.kubectl.run("wait", "--for=condition=Established", "-f", str(path), "--timeout=30s")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import json
 import re
 import uuid
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
 import pytest
 
@@ -15,16 +14,7 @@ from harness.waiting import wait_for
 from pykvcache_contract.metrics import OPERATOR_METRICS, WEBHOOK_CERTIFICATE_EXPIRY, WEBHOOK_CERTIFICATE_FAILURES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-CRDS = sorted((Path(__file__).parents[1] / "crds").glob("*.yaml"))
 FORCE = "pykvcache.io/force-delete"
-
-
-@pytest.fixture(scope="module")
-def crds(api_server):
-    """The API `pykvcache.io`, installed."""
-    for path in CRDS:
-        api_server.kubectl.apply(path.read_text())
-        api_server.kubectl.run("wait", "--for=condition=Established", "-f", str(path), "--timeout=30s")
 
 
 @pytest.fixture

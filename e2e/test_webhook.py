@@ -6,7 +6,6 @@ import subprocess
 import time
 import uuid
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -16,17 +15,8 @@ from harness.webhooks import Site
 
 pytestmark = [pytest.mark.e2e, pytest.mark.short, pytest.mark.slow]
 
-CRDS = sorted((Path(__file__).parents[1] / "crds").glob("*.yaml"))
 INJECTED, SKIPPED = "pykvcache.io/injected", "pykvcache.io/skipped"
 LABEL = "pykvcache.io/pool"
-
-
-@pytest.fixture(scope="module")
-def crds(api_server):
-    """The API `pykvcache.io`, installed."""
-    for path in CRDS:
-        api_server.kubectl.apply(path.read_text())
-        api_server.kubectl.run("wait", "--for=condition=Established", "-f", str(path), "--timeout=60s")
 
 
 @pytest.fixture
