@@ -35,6 +35,11 @@ class Environment:
         return {entry["name"]: "" if entry.get("valueFrom") else entry.get("value") or "" for entry in self.entries}
 
     @property
+    def unknown(self) -> frozenset[str]:
+        """Names of the variables whose value comes from elsewhere."""
+        return frozenset(entry["name"] for entry in self.entries if entry.get("valueFrom"))
+
+    @property
     def names(self) -> frozenset[str]:
         """Of all variables that `env` sets."""
         return frozenset(entry["name"] for entry in self.entries)

@@ -75,8 +75,7 @@ def configure(
         raise Skip(SkipReason.UNSUPPORTED_POD, _cut_off_message(command.cut_off))
     present = find(command, variables.values)
     config = ours(options) if present is None else _resolve(present, on_conflict, options)
-    # An argument needs our plugin, which takes it away again where the library does not suit this vLLM.
-    as_arguments = command.arguments is not None and (present or environment.is_plugin_certain(variables))
+    as_arguments = command.arguments is not None and (present is not None or _is_certain(command, variables))
     entries, warnings = environment.extend(
         variables,
         version=version,
@@ -87,6 +86,17 @@ def configure(
     if as_arguments:
         changed["args"] = [*(bare.get("args") or ()), *_arguments(command, to_json(config))]
     return Configured(changed, (*_warnings(command, present), *warnings))
+
+
+def _is_certain(command: commands.Command, variables: environment.Environment) -> bool:
+    """Return whether arguments of ours can do no harm.
+
+    They need our plugin, which takes them away where the library does not suit this vLLM; and they must not hide a
+    kv-transfer-config that comes by a variable which we cannot see.
+    """
+    unknown = tuple(f"$({name})" for name in variables.unknown)
+    is_hidden = any(argument.startswith(unknown) for argument in command.arguments or ())
+    return environment.is_plugin_certain(variables) and not is_hidden
 
 
 def _on_conflict(annotations: Mapping[str, Any]) -> OnConflict:

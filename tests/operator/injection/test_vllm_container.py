@@ -80,6 +80,16 @@ def test_a_plugin_that_may_be_missing_leaves_arguments_out():
     assert len(result.warnings) == 2
 
 
+@pytest.mark.parametrize(
+    ("entry", "has_variable"),
+    [({"value": "--enforce-eager"}, False), ({"valueFrom": {"configMapKeyRef": {"name": "a", "key": "b"}}}, True)],
+)
+def test_an_argument_that_may_hold_a_configuration_unseen_is_not_overridden(entry, has_variable):
+    result = configured(command=["vllm", "serve", "m"], args=["$(EXTRA)"], env=[{"name": "EXTRA", **entry}])
+    assert (VARIABLE in variables(result.container)) == has_variable
+    assert (result.container["args"] == ["$(EXTRA)"]) == has_variable
+
+
 def test_something_that_shows_no_sign_of_vllm_gets_a_warning_and_runs_as_before():
     result = configured(image="nginx:1", command=["nginx"], args=["-g", "daemon off;"])
     assert (result.container["command"], result.container["args"]) == (["nginx"], ["-g", "daemon off;"])
