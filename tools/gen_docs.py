@@ -50,7 +50,7 @@ name. Sizes are bytes or text: `64GiB`, `500 GB`, `1.5Ti`.
 
 A wrong option is the only thing that stops vLLM. Whatever else is wrong (pool missing, read-only, of another format,
 random hash seed) turns the cache off or makes it read-only, is logged with the remedy, and shows as
-`vllm:pykvcache_enabled 0`; vLLM runs on.
+`vllm:pykvcache_enabled 0`; vLLM runs on. With `when_unfit: adapt` not even a wrong option stops it.
 
 ## Options of py-kvcache
 
