@@ -108,7 +108,7 @@ def _is_injected(container: Mapping[str, Any]) -> bool:
 
 
 def _without(parent: Mapping[str, Any], key: str, names: AbstractSet[str]) -> Document:
-    if key not in parent:
+    if not parent.get(key):  # absent, null or empty: it stays that way
         return dict(parent)
     return {**parent, key: [entry for entry in items(parent, key) if entry.get("name") not in names]}
 

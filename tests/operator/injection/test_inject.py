@@ -173,3 +173,11 @@ def test_offline_nobody_knows_the_namespace_and_allowed_namespaces_are_not_looke
     assert injector(injector.pod(), pool).result is Result.SKIPPED
     offline = inject(injector.pod(), pools={"fast": pool}, namespace=None, settings=injector.settings)
     assert offline.result is Result.INJECTED
+
+
+def test_null_stays_null_where_nothing_is_added(injector):
+    pod = injector.pod(annotations={"pykvcache.io/library": "ImageVolume"}, initContainers=None)
+    first = injector(pod).pod
+    del first["metadata"]["annotations"]["pykvcache.io/injected"]
+    assert injector(first).pod["spec"] == first["spec"]
+    assert first["spec"]["initContainers"] is None
