@@ -13,7 +13,7 @@ from harness.kubectl import KubectlError
 from harness.waiting import NotYetError, wait_for
 from harness.webhooks import Site
 
-pytestmark = [pytest.mark.e2e, pytest.mark.short, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 INJECTED, SKIPPED = "pykvcache.io/injected", "pykvcache.io/skipped"
 LABEL = "pykvcache.io/pool"
@@ -130,6 +130,7 @@ def is_injected(document):
 # ---- pods that get the cache, and those that do not ----
 
 
+@pytest.mark.short
 def test_a_labelled_pod_gets_the_cache(serve, maker, pool):
     webhook = serve()
     made, warnings = maker.create(pod("labelled", pool))
@@ -138,6 +139,7 @@ def test_a_labelled_pod_gets_the_cache(serve, maker, pool):
     assert webhook.count("injected") >= 1
 
 
+@pytest.mark.short
 def test_a_pod_without_the_label_is_never_sent(serve, maker):
     webhook = serve()
     before = webhook.count()
@@ -146,6 +148,7 @@ def test_a_pod_without_the_label_is_never_sent(serve, maker):
     assert webhook.count() == before
 
 
+@pytest.mark.short
 def test_one_that_cannot_have_it_says_why_on_the_pod_and_to_who_made_it(serve, maker):
     webhook = serve()
     made, warnings = maker.create(pod("labelled", "nobody-made-it"))
@@ -155,6 +158,7 @@ def test_one_that_cannot_have_it_says_why_on_the_pod_and_to_who_made_it(serve, m
     assert webhook.count("skipped", "PoolNotFound") == 1
 
 
+@pytest.mark.short
 def test_one_that_asks_to_be_refused_is_refused_with_the_reason(serve, maker, pool):
     serve()
     config = ["--kv-transfer-config", '{"kv_connector":"Other","kv_role":"kv_both"}']
@@ -169,6 +173,7 @@ def test_a_dry_run_shows_what_would_be_and_makes_nothing(serve, maker, pool):
     assert maker.kubectl.find("pod", "dry") is None
 
 
+@pytest.mark.short
 def test_a_pool_and_a_pod_of_one_file_find_each_other(serve, maker, kubectl):
     serve()
     name = f"p{uuid.uuid4().hex[:8]}"
@@ -267,6 +272,7 @@ def test_a_pod_that_becomes_one_of_vllm_after_us_is_looked_at_again(serve, site,
 # ---- whatever is wrong with the webhook, pods start ----
 
 
+@pytest.mark.short
 def test_while_it_is_down_pods_start_without_the_cache(serve, maker, pool):
     webhook = serve()
     assert webhook.ask_to_end() == 0
@@ -288,6 +294,7 @@ def test_while_it_is_frozen_pods_start_when_the_time_is_up(serve, maker, pool):
     wait_for("it to be back", lambda: is_injected(maker.dry_run(pod("back", pool))))
 
 
+@pytest.mark.short
 def test_with_an_expired_certificate_pods_start_and_it_says_so(site, stack, maker, pool):
     site.issue(life=dt.timedelta(hours=-1))
     webhook = site.start()
@@ -311,6 +318,7 @@ decide.inject = inject
 """
 
 
+@pytest.mark.short
 def test_a_defect_of_ours_lets_the_pod_through_with_a_warning(serve, maker, pool):
     webhook = serve(before=BREAK)
     made, warnings = maker.create(pod("defect", pool))
