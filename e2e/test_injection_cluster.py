@@ -40,9 +40,9 @@ def prometheus(local_cluster):
 
 @pytest.mark.short
 def test_one_label_lets_new_pods_answer_from_what_earlier_ones_stored_and_without_it_they_answer_the_same(
-    pool, inside, kubectl, prometheus
+    pool, inside, kubectl, prometheus, local_cluster
 ):
-    servers = Servers(inside)
+    servers = Servers(inside, local_cluster.nodes[0])
     inside.apply(example(pool=pool, node="node1"))
     (first,) = servers.wait_until_ready(1)
     expected = servers.fill(first, prompts())

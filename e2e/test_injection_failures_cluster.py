@@ -188,9 +188,9 @@ def test_a_cordoned_node_serves_its_pool_to_pods_that_may_still_come(disk, start
         kubectl.run("uncordon", "node1")
 
 
-def test_vllm_by_a_shell_and_offline_finds_what_a_server_of_another_user_has_stored(disk, inside):
+def test_vllm_by_a_shell_and_offline_finds_what_a_server_of_another_user_has_stored(disk, inside, local_cluster):
     """The shell's pod has little room: its root is read-only; PYTHONPATH, plugins and seccomp are its own."""
-    servers = Servers(inside)
+    servers = Servers(inside, local_cluster.nodes[0])
     inside.apply(vllm_pods.pod("server", pool=POOL))
     servers.wait_until_ready(1)
     expected = servers.fill("server", prompts())
@@ -220,10 +220,12 @@ def by_shell(name: str):
     return pod
 
 
-def test_vllm_on_a_node_without_the_pool_answers_without_the_cache_and_says_why(disk, add_pool, kubectl, inside):
+def test_vllm_on_a_node_without_the_pool_answers_without_the_cache_and_says_why(
+    disk, add_pool, kubectl, inside, local_cluster
+):
     add_pool(pool_named("elsewhere", nodeSelector={"e2e.pykvcache.io/no": "node"}, **INJECTION))
     pools.wait_for_condition(kubectl, "elsewhere", "Ready", "False")
-    servers = Servers(inside)
+    servers = Servers(inside, local_cluster.nodes[0])
     inside.apply(vllm_pods.pod("server", pool="elsewhere"))
     servers.wait_until_ready(1)
     assert is_injected(inside.get("pod", "server"))
@@ -233,9 +235,11 @@ def test_vllm_on_a_node_without_the_pool_answers_without_the_cache_and_says_why(
     assert MARKER in inside.logs("server", container="vllm")
 
 
-def test_vllm_that_is_killed_finds_its_blocks_in_the_emptydir_that_a_sidecar_cares_for(disk, add_pool, inside):
+def test_vllm_that_is_killed_finds_its_blocks_in_the_emptydir_that_a_sidecar_cares_for(
+    disk, add_pool, inside, local_cluster
+):
     add_pool(ephemeral("scratch"))
-    servers = Servers(inside)
+    servers = Servers(inside, local_cluster.nodes[0])
     inside.apply(vllm_pods.pod("server", pool="scratch"))
     servers.wait_until_ready(1)
     expected = servers.fill("server", prompts())

@@ -47,7 +47,7 @@ def test_versions_read_each_others_blocks_and_pods_and_pools_outlive_an_upgrade_
     installation, pool, previous, kubectl, namespace, local_cluster
 ):
     inside = restricted(kubectl, namespace)
-    servers = Servers(inside)
+    servers = Servers(inside, local_cluster.nodes[0])
     inside.apply(previous.vllm_pod("old", pool=pool))
     servers.wait_until_ready(1)
     ours, theirs = prompts(seed=1), prompts(seed=2)
