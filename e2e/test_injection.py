@@ -166,6 +166,14 @@ def test_quotas_and_limit_ranges_that_admit_the_pod_admit_it_with_the_cache(api,
         assert (outcome.result, refusal(api, namespace, outcome.pod)) == (Result.INJECTED, "")
 
 
+def test_a_guaranteed_pod_stays_one(api, make_namespace):
+    namespace, size = make_namespace(), {"cpu": "2", "memory": "4Gi"}
+    pod = vllm(container={"resources": {"requests": size, "limits": size}})
+    for document in (pod, injected(pod, namespace).pod):
+        body = {**document, "spec": {**document["spec"], "serviceAccountName": "ours"}}
+        assert api.create_namespaced_pod(namespace.name, body, dry_run="All").status.qos_class == "Guaranteed"
+
+
 @pytest.mark.parametrize(
     "pod",
     [

@@ -29,7 +29,7 @@ from pykvcache_operator.injection.resources import memory_warnings
 from pykvcache_operator.injection.sidecar_container import capacity_of, sidecar
 from pykvcache_operator.injection.transfer_config import TransferOptions
 from pykvcache_operator.injection.vllm_container import configure
-from pykvcache_operator.injection.volumes import needs_sidecar, pool_mount, pool_volume
+from pykvcache_operator.injection.volumes import needs_sidecar, pool_mount, pool_volume, volume_warnings
 from pykvcache_operator.resources import NamespaceFacts
 
 
@@ -87,7 +87,8 @@ def _build(pod: Document, pool: KVCachePool, namespace: str, settings: Injection
     delivery = deliver(wishes.library, spec=spec, settings=settings)
     options = _options(pool, namespace, staging_bytes=wishes.staging_bytes, library_path=delivery.path)
     configured = configure(vllm, options=options, annotations=told, version=settings.version)
-    warnings = (*configured.warnings, *memory_warnings(spec, vllm, wishes.staging_bytes))
+    about_memory = memory_warnings(spec, vllm, wishes.staging_bytes)
+    warnings = (*configured.warnings, *about_memory, *volume_warnings(pool, spec))
     sidecars = _sidecars(pool, namespace, spec=spec, vllm=vllm, settings=settings)
     own = Own(
         vllm=with_mounts(configured.container, [*delivery.mounts, pool_mount()]),

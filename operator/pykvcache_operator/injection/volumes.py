@@ -1,5 +1,8 @@
 """The volume by which a pod gets its pool, and where it is mounted."""
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from pykvcache_contract.api.pool import KVCachePool, Sharing, StorageType, Volume
 from pykvcache_contract.api.quantities import format_quantity
 from pykvcache_contract.injection import SkipReason
@@ -37,6 +40,15 @@ def uses_host_path(pool: KVCachePool) -> bool:
     """Say whether the pod needs a hostPath volume."""
     storage = pool.spec.storage
     return storage.type is StorageType.NODE_LOCAL and storage.volume is Volume.HOST_PATH
+
+
+def volume_warnings(pool: KVCachePool, spec: Mapping[str, Any]) -> Iterator[str]:
+    """Say what about the pod may not go together with the pool's volume."""
+    if spec.get("hostUsers") is False and pool.spec.storage.type is StorageType.SHARED_FILESYSTEM:
+        yield (
+            "hostUsers: false needs a claim whose filesystem can map users, which NFS cannot: the pod would not start. "
+            "Leave hostUsers out, or use a pool of another storage type."
+        )
 
 
 def _source(pool: KVCachePool, namespace: str) -> Document:

@@ -150,6 +150,15 @@ def test_staging_comes_from_the_pool_unless_the_pod_says_otherwise(injector):
     assert f'"staging":{64 * 2**20}' in " ".join(of_pod)
 
 
+def test_user_namespaces_on_a_claim_are_warned_of(injector):
+    when = "2026-01-31T12:00:00Z"
+    ready = {"type": "Ready", "status": "True", "reason": "ClaimBound", "message": "", "lastTransitionTime": when}
+    shared = injector.pool(storage=SHARED, status={"conditions": [ready]})
+    assert any("hostUsers" in warning for warning in injector(injector.pod(hostUsers=False), shared).warnings)
+    assert injector(injector.pod(), shared).warnings == ()
+    assert injector(injector.pod(hostUsers=False)).warnings == ()
+
+
 def test_a_former_reason_to_skip_goes_when_the_pod_gets_the_cache(injector):
     pod = injector.pod(
         annotations={"pykvcache.io/skipped": "PoolNotFound: …", "pykvcache.io/warnings": "old", "a": "b"}
