@@ -119,6 +119,7 @@ def _attempt(arguments: Any, original: Callable[[], Any]) -> tuple[Any, str]:
     reason = _why_not_later(config)
     if reason:
         return None, reason
+    _keep_inputs_closed(arguments, config)
     _make_known(arguments.kv_transfer_config)
     return config, ""
 
@@ -128,6 +129,20 @@ def _why_not_later(config: Any) -> str:
     if getattr(config.model_config, "is_encoder_decoder", False):
         return "vLLM has no KV connectors for encoder-decoder models"
     return ""
+
+
+def _keep_inputs_closed(arguments: Any, config: Any) -> None:
+    """Take back what vLLM 0.32 opens for everyone that loads KV: clients may send embeddings in place of images.
+
+    It means instances that get their KV from another one. Ours computes its own, and whether clients may send tensors
+    is the user's decision (`--enable-mm-embeds`).
+    """
+    inputs: Any = getattr(config.model_config, "multimodal_config", None)
+    opened = getattr(inputs, "allow_missing_mm_embeddings", False)
+    is_consumer = getattr(getattr(config, "ec_transfer_config", None), "is_ec_consumer", False)
+    if opened and not is_consumer and transfer_configs.connector(config.kv_transfer_config) == CONNECTOR_CLASS:
+        inputs.allow_missing_mm_embeddings = False
+        inputs.enable_mm_embeds = bool(arguments.enable_mm_embeds)
 
 
 def _make_known(transfer_config: Any) -> None:

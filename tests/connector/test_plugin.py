@@ -45,6 +45,8 @@ class Arguments:
     refuses_hash: str = ""
     always_refuses: str = ""
     is_encoder_decoder: bool = False
+    enable_mm_embeds: bool = False
+    is_ec_consumer: bool = False
     leaves: list[str] = field(default_factory=list)
 
     def create(self):
@@ -58,11 +60,14 @@ class Arguments:
             raise ValueError("no connectors here")
         if self.prefix_caching_hash_algo == self.refuses_hash:
             raise ValueError("unknown hash")
-        model = SimpleNamespace(is_encoder_decoder=self.is_encoder_decoder)
+        opens = self.is_ec_consumer or self.kv_transfer_config is not None
+        inputs = SimpleNamespace(allow_missing_mm_embeddings=opens, enable_mm_embeds=opens or self.enable_mm_embeds)
+        model = SimpleNamespace(is_encoder_decoder=self.is_encoder_decoder, multimodal_config=inputs)
         return SimpleNamespace(
             kv_transfer_config=self.kv_transfer_config,
             hash=self.prefix_caching_hash_algo,
             model_config=model,
+            ec_transfer_config=SimpleNamespace(is_ec_consumer=self.is_ec_consumer),
             left_behind=left_behind,
         )
 
@@ -241,6 +246,22 @@ def test_a_long_error_is_cut(log):
 def test_models_for_which_vllm_has_no_connectors_start_without(log):
     assert create(Arguments(KVTransferConfig(**OURS), is_encoder_decoder=True)).kv_transfer_config is None
     assert "encoder-decoder" in log()[0]
+
+
+@pytest.mark.parametrize(
+    ("transfer", "options", "is_open", "may_be_missing"),
+    [
+        (OURS, {}, False, False),
+        (OURS, {"enable_mm_embeds": True}, True, False),
+        (OURS, {"is_ec_consumer": True}, True, True),
+        (multi(THEIRS, OURS), {}, True, True),
+        (THEIRS, {}, True, True),
+    ],
+)
+def test_the_cache_lets_no_client_send_tensors(transfer, options, is_open, may_be_missing):
+    inputs = create(Arguments(KVTransferConfig(**transfer), **options)).model_config.multimodal_config
+    assert is_open == inputs.enable_mm_embeds
+    assert may_be_missing == inputs.allow_missing_mm_embeddings
 
 
 def test_offloading_of_the_users_own_comes_first(log):
