@@ -6,6 +6,7 @@ Pending, as nobody runs them.
 
 import json
 import re
+import time
 import uuid
 from contextlib import ExitStack
 
@@ -17,6 +18,8 @@ from harness.waiting import NotYetError, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 INJECTED = {"pykvcache.io/injected": "0.2.0"}
+AT_ONCE = 31  # Events; then one a second
+QUIET_S = 30  # between writes of a status that nobody waits for
 
 
 @pytest.fixture
@@ -133,8 +136,7 @@ def test_every_pod_is_accounted_for_and_told_why_it_goes_without(operators, team
     assert operator.metric(f'pykvcache_operator_missed_pods{{pool="{team.pool}"}}') == 2
     assert operator.metric('pykvcache_operator_skipped_pods{reason="NamespaceNotAllowed"}') == 1
     team.remove("missed", "copied", "skipped", "hostile")
-    team.wait_for("True", "AllInjected")
-    team.wait_for_numbers(3, 0, 0)
+    assert team.wait_for("True", "AllInjected")["pods"] == "3/3"
 
 
 def test_a_label_that_comes_later_or_names_no_pool_is_a_missed_pod(operators, team):
@@ -207,21 +209,21 @@ def test_an_operator_that_may_not_list_pods_says_so_and_does_the_rest(operators,
 
 
 def test_a_roll_out_without_a_webhook_floods_nobody(operators, team):
-    """Three hundred pods at once: all are counted, the Events are rationed, and the status is written a few times."""
-    count = 300
+    """All pods are counted, Events are rationed, and the status is written a few times."""
+    count = 150
     operator = operators.start(follow_pods=True).wait_until_active()
     team.wait_for("True", "NoPods")
-    before = operator.metric('pykvcache_operator_api_requests_total{verb="apply"}')
+    before, started = operator.metric('pykvcache_operator_api_requests_total{verb="apply"}'), time.monotonic()
     team.add(*(f"vllm-{number}" for number in range(count)))
-    team.wait_for_numbers(0, 0, count, limit_s=180)
+    team.wait_for_numbers(0, 0, count, limit_s=240)
     message = team.message()
     assert message.startswith(f"{count} of {count} labelled pods went past the webhook")
     assert f"and {count - 5} more" in message
-    writes = operator.metric('pykvcache_operator_api_requests_total{verb="apply"}') - before
-    assert writes <= 10
     posted = operator.metric('pykvcache_operator_pod_events_total{result="posted"}')
-    assert len(team.events()) < count
-    assert 0 < posted < count
+    writes = operator.metric('pykvcache_operator_api_requests_total{verb="apply"}') - before
+    took_s = time.monotonic() - started
+    assert 0 < posted <= AT_ONCE + took_s
+    assert writes <= 3 + 2 * took_s / QUIET_S
 
 
 def test_the_figures_name_pools_and_reasons_only(operators, team):

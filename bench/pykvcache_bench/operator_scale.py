@@ -6,6 +6,7 @@ harness api`), starts the operator and measures, one after the other:
 first start    until every pool has its finalizer, labels and status, all of which must be written
 second start   the same when nothing is left to write: reading and deciding only
 change         from a node agent's report that a pool is not ready there, to the pool's status that says so
+missed         with --pods: from a pod that went past the webhook to the pool's status that says so
 idle           requests per second while every node agent sends its heartbeat once a minute
 
 The simulated agents share the machine, and the API server does too: figures are upper bounds. Objects stay; use an API
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -72,8 +73,8 @@ class Server:
 class Fleet:
     """Simulated nodes and pools: pool i is on the nodes of group i modulo the number of groups."""
 
-    def __init__(self, server: Server, *, pools: int, nodes: int) -> None:
-        self._server, self.pools, self.nodes = server, pools, nodes
+    def __init__(self, server: Server, *, pools: int, nodes: int, pods: int) -> None:
+        self._server, self.pools, self.nodes, self.pods = server, pools, nodes, pods
         self.groups = max(1, nodes // NODES_PER_POOL)
         self._uids: dict[str, str] = {}
 
@@ -84,6 +85,18 @@ class Fleet:
         found = await self._server.send("GET", f"{GROUP}/kvcachepools")
         self._uids = {item["metadata"]["name"]: item["metadata"]["uid"] for item in found["items"]}
         await _all(self.report(number) for number in range(self.nodes))
+        await _all(self.make_pod(f"pod-{number}", pool=number % self.pools) for number in range(self.pods))
+
+    async def make_pod(self, name: str, *, pool: int, is_missed: bool = False) -> None:
+        """Make a labelled pod as the webhook leaves it, or one that it did not see; nobody runs it."""
+        annotations = {} if is_missed else {"pykvcache.io/injected": "bench"}
+        metadata = {"name": name, "labels": {"pykvcache.io/pool": f"pool-{pool}"}, "annotations": annotations}
+        spec = {
+            "containers": [{"name": "vllm", "image": "none.invalid/vllm"}],
+            "volumes": [{"name": "pykvcache-pool", "emptyDir": {}}],
+        }
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+        await self._server.send("POST", "/api/v1/namespaces/default/pods", pod)
 
     async def report(self, node: int, *, broken: int | None = None) -> None:
         """Write what a node's agent says; pool `broken` is not ready there."""
@@ -143,6 +156,7 @@ class Operator:
             "run",
             "--namespace=default",
             "--listen=127.0.0.1:0",
+            "--follow-pods",
         ]
         with log.open("wb") as output:
             self.process = subprocess.Popen(command, stdout=output, stderr=output)
@@ -203,10 +217,11 @@ async def measure(arguments: argparse.Namespace) -> Document:
     configuration = kubernetes_client.Configuration()
     await kubernetes_config.load_kube_config(client_configuration=configuration)
     server = Server(configuration)
-    fleet = Fleet(server, pools=arguments.pools, nodes=arguments.nodes)
+    fleet = Fleet(server, pools=arguments.pools, nodes=arguments.nodes, pods=arguments.pods)
     await fleet.make()
     log = Path(arguments.log)
-    result: Document = {"pools": fleet.pools, "nodes": fleet.nodes, "pools_per_node": len(fleet.pools_of(0))}
+    result: Document = {"pools": fleet.pools, "nodes": fleet.nodes, "pods": fleet.pods}
+    result["pools_per_node"] = len(fleet.pools_of(0))
     with running(log) as operator:
         result["first_start_seconds"] = round(await operator.wait_until_all_are_ready(fleet.pools), 1)
         result["first_start_requests"] = sum(operator.requests().values())
@@ -220,6 +235,9 @@ async def measure(arguments: argparse.Namespace) -> Document:
         result["second_start_resident_mib"] = round(operator.resident_mib())
         delays = await _changes(server, fleet, count=arguments.changes)
         result |= {"change_ms_p50": _percentile(delays, 50), "change_ms_p99": _percentile(delays, 99)}
+        if fleet.pods:
+            delays = await _misses(server, fleet, count=min(arguments.changes, fleet.pools))
+            result |= {"missed_ms_p50": _percentile(delays, 50), "missed_ms_p99": _percentile(delays, 99)}
         result |= await _idle(operator, fleet, seconds=arguments.idle_seconds)
         result["resident_mib"] = round(operator.resident_mib())
     await server.close()
@@ -228,27 +246,47 @@ async def measure(arguments: argparse.Namespace) -> Document:
 
 async def _changes(server: Server, fleet: Fleet, *, count: int) -> list[float]:
     """Break pools on single nodes, five a second, and return how many seconds each took to show."""
+
+    async def break_it(pool: int) -> None:
+        await fleet.report(pool % fleet.groups, broken=pool)
+
+    chosen = random.Random(1).sample(range(fleet.pools), count)
+    return await _delays(server, chosen, break_it, lambda status: bool(status["failingNodes"]))
+
+
+async def _misses(server: Server, fleet: Fleet, *, count: int) -> list[float]:
+    """Let pods go past the webhook, five a second, and return how many seconds each took to show."""
+
+    async def miss_it(pool: int) -> None:
+        await fleet.make_pod(f"missed-{pool}", pool=pool, is_missed=True)
+
+    return await _delays(server, list(range(count)), miss_it, lambda status: bool(status.get("missedPods")))
+
+
+async def _delays(
+    server: Server, pools: list[int], change: Callable[[int], Awaitable[None]], shows: Callable[[Document], bool]
+) -> list[float]:
+    """Change pools, five a second, and return how many seconds each took to have a status that shows it."""
     version = (await server.send("GET", f"{GROUP}/kvcachepools?limit=1"))["metadata"]["resourceVersion"]
     stream = await server.watch(f"{GROUP}/kvcachepools", version)
-    chosen = random.Random(1).sample(range(fleet.pools), count)
-    reported: dict[str, float] = {}
+    changed: dict[str, float] = {}
     delays: dict[str, float] = {}
 
-    async def break_them() -> None:
-        for pool in chosen:
-            reported[f"pool-{pool}"] = time.perf_counter()
-            await fleet.report(pool % fleet.groups, broken=pool)
+    async def change_them() -> None:
+        for pool in pools:
+            changed[f"pool-{pool}"] = time.perf_counter()
+            await change(pool)
             await asyncio.sleep(0.2)
 
-    breaking = asyncio.ensure_future(break_them())
+    changing = asyncio.ensure_future(change_them())
     async for line in stream.content:
         found = json.loads(line)["object"]
         name = found["metadata"]["name"]
-        if name in reported and name not in delays and found["status"]["failingNodes"]:
-            delays[name] = time.perf_counter() - reported[name]
-        if len(delays) == count:
+        if name in changed and name not in delays and shows(found["status"]):
+            delays[name] = time.perf_counter() - changed[name]
+        if len(delays) == len(pools):
             break
-    await breaking
+    await changing
     stream.close()
     return list(delays.values())
 
@@ -289,6 +327,7 @@ def main() -> None:
     )
     parser.add_argument("--pools", type=int, default=1000, help="how many KVCachePools (default: 1000)")
     parser.add_argument("--nodes", type=int, default=500, help="how many simulated nodes (default: 500)")
+    parser.add_argument("--pods", type=int, default=0, help="how many labelled pods (default: 0)")
     parser.add_argument("--changes", type=int, default=200, help="how many changes are timed (default: 200)")
     parser.add_argument("--idle-seconds", type=float, default=60, help="how long to count when idle (default: 60)")
     parser.add_argument("--log", default="operator.log", help="file for the operator's log")
