@@ -15,6 +15,7 @@ from enum import Enum
 
 from pykvcache_contract.paths import CARE_LOCK_FILE
 from pykvcache_storage.block import translate
+from pykvcache_storage.sharing import share_file
 
 _NO_FLOCK = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -83,7 +84,9 @@ class CareLock:
             # Without O_CREAT first: in a sticky folder the kernel refuses to "create" another user's file.
             return os.open(self.path, flags)
         except FileNotFoundError:
-            return os.open(self.path, flags | os.O_CREAT, 0o666)
+            descriptor = os.open(self.path, flags | os.O_CREAT, 0o666)
+            share_file(self.path)
+            return descriptor
 
     def _is_at_path(self) -> bool:
         try:

@@ -33,6 +33,7 @@ from pykvcache_contract.paths import (
     fingerprint_directory,
 )
 from pykvcache_storage.documents import create_document, read_document
+from pykvcache_storage.sharing import share_file, share_folder
 
 _OUR_NAMES = {POOL_FILE, USAGE_FILE, CARE_LOCK_FILE, "profiles", "lost+found"}
 _NOT_WRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -79,8 +80,10 @@ class Pool:
         folder = os.path.join(self.directory, fingerprint_directory(fingerprint))
         path = os.path.join(folder, CONFIG_FILE)
         if self.writable:
-            for name in (folder, os.path.join(folder, TEMPORARY_DIRECTORY), os.path.join(folder, QUARANTINE_DIRECTORY)):
-                _make_directory(name)
+            _make_directory(folder)
+            share_folder(folder, pool_directory=self.directory)
+            for name in (TEMPORARY_DIRECTORY, QUARANTINE_DIRECTORY):
+                _make_directory(os.path.join(folder, name))
             document = {"format_version": FORMAT_VERSION, "fingerprint": fingerprint, "identity": config}
             _create(path, document)
         elif not os.path.lexists(path):
@@ -215,6 +218,7 @@ def _create_identity(directory: str) -> dict[str, Any]:
         raise PoolUnavailableError(
             f"{directory} is empty and cannot become a pool: {error.strerror}. {_remedy(directory, error)}"
         ) from error
+    share_file(os.path.join(directory, POOL_FILE))
     identity = read_identity(directory)
     if identity is None:
         raise PoolUnavailableError(f"{directory}: {POOL_FILE} was removed while it was being created. Start again.")

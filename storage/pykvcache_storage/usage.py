@@ -43,6 +43,7 @@ from operator import attrgetter
 from pykvcache_contract.errors import PoolUnavailableError, TransientError
 from pykvcache_contract.paths import USAGE_FILE
 from pykvcache_storage.block import translate
+from pykvcache_storage.sharing import share_file
 
 RECORD_SIZE_BYTES = 128
 SETTLE_SECONDS = 60.0
@@ -265,7 +266,8 @@ class UsageLedger:
             # Below the mark: the record was lost and begun anew since, so all it holds was added meanwhile.
             added = usage.added_bytes - mark if usage.added_bytes >= mark else usage.added_bytes
             _write(descriptor, replace(usage, used_bytes=counted_bytes + added, recount_seconds=self._clock()))
-            return counted_bytes + added
+        share_file(self.path)  # it may be new
+        return counted_bytes + added
 
     @contextlib.contextmanager
     def _locked(self, *, create: bool) -> Iterator[int]:

@@ -86,10 +86,10 @@ class Unlink:
 
 @dataclass(frozen=True, slots=True)
 class MakeDirectory:
-    """Create one directory; EEXIST if it exists."""
+    """Create one directory; EEXIST if it exists. Of its mode the umask, or the default ACL, takes away."""
 
     path: str
-    mode: int = 0o755
+    mode: int = 0o777
 
 
 @dataclass(frozen=True, slots=True)
