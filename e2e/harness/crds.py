@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from harness.kubectl import Kubectl, Object
+from harness.waiting import wait_for
 
 FOLDER = Path(__file__).parents[2] / "crds"
 NAMES = ("kvcachepools.pykvcache.io", "kvcachenodes.pykvcache.io")
@@ -20,6 +21,8 @@ def wait_for_crds(kubectl: Kubectl) -> None:
     for name in NAMES:
         # Not `kubectl wait`, which fails where there is no status yet.
         kubectl.wait_for("crd", name, _is_established, "to be established", limit_s=60)
+        # Discovery and schemas, which kubectl asks for, come a moment later.
+        wait_for(f"kubectl to know {name}", lambda: kubectl.run("explain", name), limit_s=60)
 
 
 def _is_established(crd: Object) -> bool:

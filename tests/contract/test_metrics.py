@@ -28,7 +28,7 @@ from pykvcache_contract.names import (
 MAX_SERIES = 24
 """Most label combinations of one metric that exist from the start."""
 LABELS = {"rank", "tier", "reason", "operation", "ring", "direct_io", "publish", "model", "fingerprint", "state"}
-LABELS |= {"pool", "readable", "ready", "resource", "result", "verb"}
+LABELS |= {"certificate", "pool", "readable", "ready", "resource", "result", "verb"}
 REASONS = {"", *(reason.word for reason in SkipReason)}
 """Spelt as in annotations and Events; none for pods that have the cache."""
 TABLES = {
