@@ -40,10 +40,10 @@ def has_bundle(kubectl: Kubectl) -> bool:
 @contextmanager
 def pool_on_disk(cluster: LocalCluster, name: str, spec: Object = INJECTION) -> Iterator[Disk]:
     """Make a pool on a disk of the first node, and delete it unless that was done."""
-    disk = Disk(cluster.nodes[0], DISK, size="1G")
+    disk = Disk(cluster.nodes[0], DISK, size="512M")
     try:
         disk.attach()
-        cluster.kubectl.apply(pool_named(name, storage={"capacityPerNode": "512Mi"}, **spec))
+        cluster.kubectl.apply(pool_named(name, **spec))
         pools.wait_for_state(cluster.kubectl, "node1", name, "Ready")
         yield disk
         cluster.kubectl.run("delete", "kvcachepool", name, "--ignore-not-found", "--timeout=60s")

@@ -68,7 +68,7 @@ def example(*, pool: str = "", replicas: int = 1, node: str = "") -> Object:
     template["metadata"]["labels"] = {"app": NAME, **({"pykvcache.io/pool": pool} if pool else {})}
     container = template["spec"]["containers"][0]
     container |= {"image": vllm_image.name(), "imagePullPolicy": "Never", "args": list(FLAGS)}
-    container["resources"] = {"requests": {"cpu": "10m", "memory": "1Gi"}, "limits": {"memory": "6Gi"}}
+    container["resources"] = {"requests": {"cpu": "300m", "memory": "1Gi"}, "limits": {"memory": "6Gi"}}
     template["spec"] |= {"terminationGracePeriodSeconds": 5}
     if node:
         template["spec"]["nodeSelector"] = {"kubernetes.io/hostname": node}
