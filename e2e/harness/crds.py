@@ -1,5 +1,6 @@
 """The kinds of `pykvcache.io`, made known to a cluster."""
 
+from functools import partial
 from pathlib import Path
 
 from harness.kubectl import Kubectl, Object
@@ -22,7 +23,7 @@ def wait_for_crds(kubectl: Kubectl) -> None:
         # Not `kubectl wait`, which fails where there is no status yet.
         kubectl.wait_for("crd", name, _is_established, "to be established", limit_s=60)
         # Discovery and schemas, which kubectl asks for, come a moment later.
-        wait_for(f"kubectl to know {name}", lambda: kubectl.run("explain", name), limit_s=60)
+        wait_for(f"kubectl to know {name}", partial(kubectl.run, "explain", name), limit_s=60)
 
 
 def _is_established(crd: Object) -> bool:
