@@ -1,6 +1,5 @@
 """What the chart installs: well-formed, named and labelled alike, and with no more rights than the docs say."""
 
-import base64
 import json
 
 import pytest
@@ -329,89 +328,6 @@ def test_every_policy_fails_closed_and_is_bound_to_deny(everything):
     assert all(spec["failurePolicy"] == "Fail" for spec in policies.values())
     assert sorted(policies) == sorted(binding["policyName"] for binding in bindings)
     assert all(binding["validationActions"] == ["Deny"] for binding in bindings)
-
-
-# ---- the webhook ----
-
-
-def webhook_of(objects):
-    (configuration,) = [row for row in objects if row["kind"] == "MutatingWebhookConfiguration"]
-    (webhook,) = configuration["webhooks"]
-    return webhook
-
-
-def test_a_webhook_that_is_away_stops_no_pod(rendered):
-    webhook = webhook_of(rendered())
-    assert webhook["failurePolicy"] == "Ignore"
-    assert webhook["sideEffects"] == "None"
-    assert webhook["timeoutSeconds"] <= 5
-
-
-def test_only_labelled_pods_are_sent_to_it(rendered):
-    webhook = webhook_of(rendered())
-    assert webhook["objectSelector"] == {"matchExpressions": [{"key": names.POOL_NAME_LABEL, "operator": "Exists"}]}
-    (rule,) = webhook["rules"]
-    assert (rule["resources"], rule["operations"]) == (["pods"], ["CREATE"])
-    (condition,) = webhook["matchConditions"]
-    assert f"'{names.INJECTED_ANNOTATION}'" in condition["expression"]
-
-
-@pytest.mark.parametrize("excluded", [[], ["kube-system"], [NAMESPACE, "a"]])
-def test_its_own_namespaces_are_left_alone_whatever_the_values_say(rendered, excluded):
-    values = {"webhook.excludedNamespaces": json.dumps(excluded), "webhook.failurePolicy": '"Fail"'}
-    selector = webhook_of(rendered(values))["namespaceSelector"]
-    (row,) = selector["matchExpressions"]
-    assert (row["key"], row["operator"]) == ("kubernetes.io/metadata.name", "NotIn")
-    assert sorted(row["values"]) == sorted({*excluded, NAMESPACE, AGENT_NAMESPACE})
-
-
-def test_namespaces_can_be_asked_for_more(rendered):
-    more = [{"key": "gpu", "operator": "Exists"}]
-    values = {
-        "webhook.namespaceSelector.matchLabels": json.dumps({"team": "a"}),
-        "webhook.namespaceSelector.matchExpressions": json.dumps(more),
-    }
-    selector = webhook_of(rendered(values))["namespaceSelector"]
-    assert selector["matchLabels"] == {"team": "a"}
-    assert selector["matchExpressions"][1:] == more
-
-
-def test_only_in_mode_secret_the_release_owns_the_bundle(rendered):
-    assert "caBundle" not in webhook_of(rendered())["clientConfig"]
-    own = COMBINATIONS["own certificate"]
-    objects = rendered({key: json.dumps(value) for key, value in own.items()})
-    bundle = base64.b64decode(webhook_of(objects)["clientConfig"]["caBundle"]).decode()
-    assert bundle == own[f"{CERTIFICATES}.caBundle"]
-
-
-@pytest.mark.parametrize(
-    ("combination", "secret"),
-    [
-        ("defaults", "pykvcache-webhook-tls"),
-        ("certificates of cert-manager", "pykvcache-webhook-tls"),
-        ("own certificate", "mine"),
-    ],
-)
-def test_the_webhook_serves_with_the_certificate_of_its_mode(rendered, combination, secret):
-    objects = rendered({key: json.dumps(value) for key, value in COMBINATIONS[combination].items()}, *SERVED)
-    volumes = deployment(objects, "pykvcache-webhook")["volumes"]
-    (volume,) = [volume for volume in volumes if "secret" in volume]
-    assert (volume["secret"]["secretName"], volume["secret"]["defaultMode"]) == (secret, 0o440)
-
-
-def test_cert_manager_makes_the_certificate_that_it_injects(rendered):
-    objects = rendered({f"{CERTIFICATES}.mode": '"CertManager"'}, *SERVED)
-    found = {(row["kind"], row["metadata"]["name"]): row for row in objects}
-    configuration = found["MutatingWebhookConfiguration", "pykvcache-webhook"]
-    serving = found["Certificate", "pykvcache-webhook"]["spec"]
-    annotation = configuration["metadata"]["annotations"]["cert-manager.io/inject-ca-from"]
-    assert annotation == f"{NAMESPACE}/pykvcache-webhook"
-    service = configuration["webhooks"][0]["clientConfig"]["service"]
-    assert f"{service['name']}.{service['namespace']}.svc" in serving["dnsNames"]
-    issuer = found["Issuer", serving["issuerRef"]["name"]]["spec"]
-    root = found["Certificate", "pykvcache-webhook-ca"]["spec"]
-    assert (issuer["ca"]["secretName"], root["isCA"]) == (root["secretName"], True)
-    assert found["Issuer", root["issuerRef"]["name"]]["spec"] == {"selfSigned": {}}
 
 
 # ---- what is generated ----
