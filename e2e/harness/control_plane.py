@@ -17,6 +17,8 @@ Spawn = Callable[[str, Sequence["str | Path"]], Process]
 SERVICE_RANGE, SERVICE_IP = "10.96.0.0/16", "10.96.0.1"
 ISSUER = "https://kubernetes.default.svc"
 SERVER_NAMES = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc", "127.0.0.1", SERVICE_IP)
+CONTROLLER_MANAGER = "kcm"
+RESTARTS_MAX = 5
 # Nobody sends heartbeats for simulated nodes; this controller would taint them and delete their pods.
 WITHOUT_NODES = "--controllers=*,-node-lifecycle-controller,-taint-eviction-controller"
 
@@ -38,10 +40,11 @@ class ControlPlane:
         self.state, self.binaries, self.endpoint = state, binaries, endpoint
         self.has_nodes, self._spawn = has_nodes, spawn
         self.processes: list[Process] = []
+        self._restarts = 0
         self.authority = self._issue_certificates()
 
     def start(self) -> None:
-        """Start all programs; none of them needs to wait for another, they retry."""
+        """Start all programs; none of them needs to wait for another, they retry, or `check` does it for them."""
         self._start_etcd()
         self._start_apiserver()
         self._start_controller_manager()
@@ -56,9 +59,20 @@ class ControlPlane:
         self._start_apiserver()
 
     def check(self) -> None:
-        """Raise RuntimeError if a program has ended."""
-        for process in self.processes:
-            process.check()
+        """Raise RuntimeError if a program has ended.
+
+        The controller manager waits ten seconds for the API server, which is too short on a busy machine; it is started
+        again a few times.
+        """
+        for process in list(self.processes):
+            try:
+                process.check()
+            except RuntimeError:
+                if process.name != CONTROLLER_MANAGER or self._restarts == RESTARTS_MAX:
+                    raise
+                self._restarts += 1
+                self.processes.remove(process)
+                self._start_controller_manager()
 
     def _issue_certificates(self) -> Authority:
         authority = Authority(self.state / "pki")
@@ -122,7 +136,7 @@ class ControlPlane:
     def _start_controller_manager(self) -> None:
         pki = self.authority.folder
         self._start(
-            "kcm",
+            CONTROLLER_MANAGER,
             self.binaries.kubernetes / "kube-controller-manager",
             *self._client("kcm"),
             f"--service-account-private-key-file={pki}/sa.key",

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from harness import binaries, images, oci
+from harness.binaries import Binaries
 from harness.certificates import Authority
 from harness.cluster import LocalCluster
+from harness.control_plane import ControlPlane, Endpoint
 from harness.diagnose import containers_of, folder_of
 from harness.processes import Process, abandoned, free_ports, make_folder, tail
 from harness.settings import Mode, Settings, SettingsError
@@ -238,3 +240,20 @@ def test_the_program_for_developers_explains_itself():
     done = subprocess.run(command, cwd=ROOT / "e2e", capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "up [NODES]" in done.stdout
+
+
+def test_a_controller_manager_that_waited_too_long_is_started_again_a_few_times(tmp_path):
+    """On a busy machine the API server takes longer than it waits."""
+    started = []
+
+    def spawn(name, command):
+        started.append(name)
+        return Process(name, ["false" if name == "kcm" else "cat"], log=tmp_path / name)
+
+    programs = Binaries(kubernetes=tmp_path, etcd=tmp_path / "etcd", tools=tmp_path)
+    endpoint = Endpoint(address="127.0.0.1", api_port=1, etcd_port=2, etcd_peer_port=3)
+    plane = ControlPlane(tmp_path / "state", binaries=programs, endpoint=endpoint, spawn=spawn, has_nodes=False)
+    plane._start_controller_manager()
+    with pytest.raises(RuntimeError, match="kcm ended with status 1"):
+        wait_for("it to be given up", plane.check, limit_s=60, every_s=0.01)
+    assert started == ["kcm"] * 6
