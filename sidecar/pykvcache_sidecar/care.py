@@ -14,7 +14,7 @@ from pykvcache_sidecar.book import ROUND, Book, Levels
 from pykvcache_sidecar.keeper import Keeper
 from pykvcache_sidecar.levels import read_levels
 from pykvcache_sidecar.settings import CareSettings
-from pykvcache_sidecar.watch import STANDBY, WORKING, Standing, Watch
+from pykvcache_sidecar.watch import REFUSED, STANDBY, WORKING, Standing, Watch, try_open
 from pykvcache_storage.pool import Pool
 from pykvcache_storage.usage import UsageLedger
 
@@ -132,6 +132,46 @@ class Care:
     def _tell(self, standing: Standing) -> None:
         self._book.set_state(standing.state, standing.reason, uid=self._watch.pool.uid)
         if standing != self._standing:
-            level = logging.INFO if standing.state in {WORKING, STANDBY} else logging.WARNING
-            logger.log(level, "state: %s%s", standing.state, f". {standing.reason}" if standing.reason else "")
+            _log(standing)
             self._standing = standing
+
+
+class PatientCare:
+    """Cares for a pool directory as soon as it can be one; until then tells why not.
+
+    Args:
+        stopped: ends it.
+    """
+
+    def __init__(self, *, settings: CareSettings, book: Book, stopped: threading.Event) -> None:
+        self._settings, self._book, self._stopped = settings, book, stopped
+        self._standing: Standing | None = None
+
+    def run(self) -> None:
+        """Wait for the pool and care for it, until it is stopped."""
+        while not self._stopped.is_set():
+            care = self._try_start()
+            if care is not None:
+                return care.run()
+            self._book.tick()
+            self._stopped.wait(self._settings.interval_seconds)
+
+    def _try_start(self) -> Care | None:
+        try:
+            opened = try_open(self._settings)
+            if isinstance(opened, Pool):
+                return Care(settings=self._settings, pool=opened, book=self._book, stopped=self._stopped)
+        except PyKVCacheError as error:
+            opened = Standing(REFUSED, str(error))  # it went away at this moment
+        except Exception as error:  # the top of the loop: vLLM's pod must not wait for us, whatever it is
+            opened = Standing(REFUSED, repr(error))
+        self._book.set_state(opened.state, opened.reason, uid="")
+        if opened != self._standing:
+            _log(opened)
+            self._standing = opened
+        return None
+
+
+def _log(standing: Standing) -> None:
+    level = logging.INFO if standing.state in {WORKING, STANDBY} else logging.WARNING
+    logger.log(level, "state: %s%s", standing.state, f". {standing.reason}" if standing.reason else "")

@@ -10,6 +10,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from http.server import ThreadingHTTPServer
 from typing import NoReturn
 
 import typer
@@ -17,11 +19,11 @@ import typer
 from pykvcache_contract.errors import ConfigurationError, PoolUnavailableError
 from pykvcache_contract.units import format_size
 from pykvcache_sidecar.book import Book
-from pykvcache_sidecar.care import Care
+from pykvcache_sidecar.care import Care, PatientCare
 from pykvcache_sidecar.policy import DEFAULT_POLICY, POLICY_NAMES
 from pykvcache_sidecar.server import PoolAnswers, serve
 from pykvcache_sidecar.settings import CareSettings, parse_listen, parse_size_option
-from pykvcache_storage.pool import Pool, open_pool
+from pykvcache_storage.pool import open_pool
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,12 @@ def command(
         "0.0.0.0:9478", metavar="ADDRESS:PORT", help="Where /metrics, /healthz, /readyz and /status are served."
     ),
     interval: float = typer.Option(1.0, help="Seconds between two looks at the pool, at most 10."),
+    patient: bool = typer.Option(
+        False,
+        "--patient",
+        help="Start whatever is wrong with DIR or the port, and wait until DIR can be a pool: for pods, in which vLLM "
+        "starts only when this runs.",
+    ),
 ) -> None:
     """Keep one pool within its bounds and whole, and tell how it is. Runs until SIGTERM or SIGINT.
 
@@ -86,7 +94,7 @@ def command(
     is not mounted. Several may run on one pool: one works, the others stand by. Without it a pool that is full stays
     full, and stores nothing more. The limits stay in the pool when it ends.
 
-    Exit status: 0 after a signal; 2 if an option is wrong or the directory cannot be a pool.
+    Exit status: 0 after a signal; 2 if an option is wrong or, without --patient, the directory cannot be a pool.
 
     Example: pykvcache-sidecar run --pool /var/cache/kv --capacity 64GiB --min-free 10GiB
     """
@@ -107,7 +115,7 @@ def command(
             interval_seconds=interval,
         )
         start_logging()
-        care(settings, host=host, port=port)
+        (care_patiently if patient else care)(settings, host=host, port=port)
     except (ConfigurationError, PoolUnavailableError) as error:
         fail(str(error))
 
@@ -124,15 +132,39 @@ def care(settings: CareSettings, *, host: str, port: int) -> None:
     if os.path.isdir(settings.pool_directory):
         settings.check_mount()
     pool = open_pool(settings.pool_directory, create=True)
-    book = Book(settings)
-    # Blocked here, before threads begin, and fetched below: no handler, which could run anywhere, and it also works as
-    # a container's first process.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _END_SIGNALS)
+    book, stopped = Book(settings), threading.Event()
+    _hold_signals()
     server = serve(PoolAnswers(book).paths, host=host, port=port)
-    logger.info("%s; listening on %s:%s", _announcement(settings, pool), host, server.server_address[1])
-    stopped = threading.Event()
-    caring = Care(settings=settings, pool=pool, book=book, stopped=stopped)
-    thread = threading.Thread(target=caring.run, name="pykvcache-care", daemon=True)
+    logger.info("%s; listening on %s:%s", _announcement(settings, pool.uid), host, server.server_address[1])
+    _until_signal(Care(settings=settings, pool=pool, book=book, stopped=stopped).run, server=server, stopped=stopped)
+
+
+def care_patiently(settings: CareSettings, *, host: str, port: int) -> None:
+    """Serve HTTP at once, on a free port if that one is taken, and care for the pool when there is one, until a signal.
+
+    Raises:
+        ConfigurationError: the host is no address of this machine; nothing runs.
+    """
+    book, stopped = Book(settings), threading.Event()
+    _hold_signals()
+    answers = PoolAnswers(book, is_patient=True).paths
+    try:
+        server = serve(answers, host=host, port=port)
+    except ConfigurationError as error:
+        logger.warning("%s Listening on a free port meanwhile, where nobody looks for metrics.", error)
+        server = serve(answers, host=host, port=0)
+    logger.info("%s; listening on %s:%s", _announcement(settings, ""), host, server.server_address[1])
+    _until_signal(PatientCare(settings=settings, book=book, stopped=stopped).run, server=server, stopped=stopped)
+
+
+def _hold_signals() -> None:
+    # Blocked before threads begin, and fetched later: no handler, which could run anywhere, and it also works as a
+    # container's first process.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _END_SIGNALS)
+
+
+def _until_signal(caring: Callable[[], None], *, server: ThreadingHTTPServer, stopped: threading.Event) -> None:
+    thread = threading.Thread(target=caring, name="pykvcache-care", daemon=True)
     thread.start()
     signal.sigwait(_END_SIGNALS)
     stopped.set()
@@ -147,9 +179,10 @@ def care(settings: CareSettings, *, host: str, port: int) -> None:
     logger.info("stopped")
 
 
-def _announcement(settings: CareSettings, pool: Pool) -> str:
+def _announcement(settings: CareSettings, uid: str) -> str:
+    known = f" (uid {uid})" if uid else ""
     parts = [
-        f"caring for {pool.directory} (uid {pool.uid}): at most {format_size(settings.capacity_bytes)}",
+        f"caring for {settings.pool_directory}{known}: at most {format_size(settings.capacity_bytes)}",
         f"evicting from {settings.high:.0%} to {settings.low:.0%} by {settings.policy}",
     ]
     if settings.min_free_bytes:

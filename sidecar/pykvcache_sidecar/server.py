@@ -20,7 +20,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from pykvcache_contract.errors import ConfigurationError
-from pykvcache_sidecar.book import ROUND, Book
+from pykvcache_sidecar.book import ROUND, Book, Snapshot
 from pykvcache_sidecar.exporter import PoolCollector
 from pykvcache_sidecar.status import status_document
 
@@ -63,27 +63,40 @@ class Answers(ABC):
 
 
 class PoolAnswers(Answers):
-    """What each path answers about one pool."""
+    """What each path answers about one pool.
 
-    def __init__(self, book: Book) -> None:
+    Args:
+        is_patient: no restart is ever asked for: then a disk that does not answer is told by /readyz, not by /healthz.
+    """
+
+    def __init__(self, book: Book, *, is_patient: bool = False) -> None:
         super().__init__(PoolCollector(book))
-        self._book = book
+        self._book, self._is_patient = book, is_patient
 
     def _healthz(self) -> Answer:
-        now = self._book.snapshot()
-        if now.tick_age_seconds <= TICK_SECONDS_MAX:
-            return HTTPStatus.OK, TEXT, b"ok\n"
-        cause = now.problems.get(ROUND) or "the disk does not answer"
-        return unavailable(f"no round was finished for {now.tick_age_seconds:.0f} s: {cause}")
+        late = _lateness(self._book.snapshot())
+        return unavailable(late) if late and not self._is_patient else (HTTPStatus.OK, TEXT, b"ok\n")
 
     def _readyz(self) -> Answer:
         now = self._book.snapshot()
+        if self._is_patient and (late := _lateness(now)):
+            return unavailable(late)
         if now.is_ready:
             return HTTPStatus.OK, TEXT, f"{now.state}\n".encode()
         return unavailable(f"{now.state}: {now.reason}")
 
     def _status(self) -> Answer:
-        return as_json(status_document(self._book.snapshot(), self._book.settings))
+        now = self._book.snapshot()
+        document = status_document(now, self._book.settings)
+        return as_json({**document, "reason": "; ".join(filter(None, (document["reason"], _lateness(now))))})
+
+
+def _lateness(now: Snapshot) -> str:
+    """Return that and why no round comes to its end; "" while rounds do."""
+    if now.tick_age_seconds <= TICK_SECONDS_MAX:
+        return ""
+    cause = now.problems.get(ROUND) or "the disk does not answer"
+    return f"no round was finished for {now.tick_age_seconds:.0f} s: {cause}"
 
 
 def serve(answers: Mapping[str, Callable[[], Answer]], *, host: str, port: int) -> ThreadingHTTPServer:

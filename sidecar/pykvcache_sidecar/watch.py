@@ -7,6 +7,7 @@ unmounted. A blank place of the same kind is prepared anew, or taken over if ano
 One thread. Raises nothing: what is wrong becomes a state and a sentence.
 """
 
+import errno
 import logging
 import os
 import shlex
@@ -32,7 +33,11 @@ WORKING = "working"
 STANDBY = "standby"
 READ_ONLY = "read_only"
 REFUSED = "refused"
+MISSING = "missing"
+UNMOUNTED = "unmounted"
 
+_NOT_THERE = {errno.ENOENT, errno.ENOTDIR}
+_NOT_WRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
 _NO_FLOCK = "the filesystem knows no flock: several sidecars on this pool would all work, which is safe but wasteful"
 
 
@@ -111,6 +116,27 @@ class Watch:
             return Standing(REFUSED, str(error))
         logger.warning("the pool was prepared anew at %s: uid %s", self.pool.directory, self.pool.uid)
         return None
+
+
+def try_open(settings: CareSettings) -> "Pool | Standing":
+    """Open the pool, or return why it cannot be looked after yet; an empty directory becomes one."""
+    try:
+        if os.path.isdir(settings.pool_directory):
+            settings.check_mount()
+        return open_pool(settings.pool_directory, create=True)
+    except ConfigurationError as error:
+        return Standing(UNMOUNTED, str(error))
+    except PoolUnavailableError as error:
+        return Standing(_state_of(error.__cause__), str(error))
+    except OSError as error:
+        return Standing(_state_of(error), f"{settings.pool_directory}: {error.strerror}")
+
+
+def _state_of(cause: BaseException | None) -> str:
+    code = cause.errno if isinstance(cause, OSError) else None
+    if code in _NOT_THERE:
+        return MISSING
+    return READ_ONLY if code in _NOT_WRITABLE else REFUSED
 
 
 def _why_not_writable(directory: str) -> str:

@@ -37,15 +37,15 @@ import codecs, os
 from pykvcache_sidecar import run
 
 codecs.lookup("ascii")
-care = run.care
+def as_another_user(care):
+    def care_so(settings, **where):
+        os.setgroups([])
+        os.setgid({user})
+        os.setuid({user})
+        care(settings, **where)
+    return care_so
 
-def care_as_another_user(settings, **where):
-    os.setgroups([])
-    os.setgid({user})
-    os.setuid({user})
-    care(settings, **where)
-
-run.care = care_as_another_user
+run.care, run.care_patiently = as_another_user(run.care), as_another_user(run.care_patiently)
 """
 DEADLINE_SECONDS = 60.0
 """How long a test waits for something that takes a fraction of a second on an idle machine."""
@@ -216,12 +216,13 @@ def start_care(make_settings: Callable[..., CareSettings]) -> Iterator[Callable[
 class Sidecar:
     """`pykvcache-sidecar run` in a process of its own."""
 
-    def __init__(self, directory: Path, log: Path, *options: object, user: int | None = None) -> None:
+    def __init__(self, directory: Path, log: Path, *options: object, user: int | None = None, before: str = "") -> None:
         self.log = log
         arguments = ["run", "--pool", directory, "--listen", "127.0.0.1:0", "--interval", "0.05", *options]
         code = "from pykvcache_sidecar.main import main; main()"
         if user is not None:
             code = BECOME_ANOTHER_USER.format(user=user) + code
+        code = before + code
         with log.open("w") as stream:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code, *map(str, arguments)],
@@ -283,9 +284,9 @@ def start_sidecar(tmp_path: Path) -> Iterator[Callable[..., Sidecar]]:
     """Return a function that starts a sidecar; what still runs at the end is killed."""
     sidecars: list[Sidecar] = []
 
-    def start(directory: Path, *options: object, user: int | None = None) -> Sidecar:
+    def start(directory: Path, *options: object, user: int | None = None, before: str = "") -> Sidecar:
         log = tmp_path / f"sidecar-{len(sidecars)}.log"
-        sidecars.append(Sidecar(directory, log, *options, user=user))
+        sidecars.append(Sidecar(directory, log, *options, user=user, before=before))
         return sidecars[-1]
 
     yield start
