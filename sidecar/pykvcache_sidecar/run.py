@@ -83,8 +83,7 @@ def command(
     patient: bool = typer.Option(
         False,
         "--patient",
-        help="Start whatever is wrong with DIR or the port, and wait until DIR can be a pool: for pods, in which vLLM "
-        "starts only when this runs.",
+        help="For pods: start whatever is wrong with DIR or the port, and wait until DIR can be used.",
     ),
 ) -> None:
     """Keep one pool within its bounds and whole, and tell how it is. Runs until SIGTERM or SIGINT.
