@@ -81,9 +81,7 @@ def command(
     ),
     interval: float = typer.Option(1.0, help="Seconds between two looks at the pool, at most 10."),
     patient: bool = typer.Option(
-        False,
-        "--patient",
-        help="For pods: start whatever is wrong with DIR or the port, and wait until DIR can be used.",
+        False, "--patient", help="For pods: start whatever is wrong with DIR or the port, and wait until it is well."
     ),
 ) -> None:
     """Keep one pool within its bounds and whole, and tell how it is. Runs until SIGTERM or SIGINT.
