@@ -109,7 +109,7 @@ def _attempt(arguments: Any, original: Callable[[], Any]) -> tuple[Any, str]:
     """Return a configuration with us and an empty reason, or None and why there is none."""
     if getattr(arguments, "kv_offloading_size", None) is not None:
         return None, "vLLM is told to keep KV blocks in host memory. Leave out --kv-offloading-size to have the cache"
-    reason = preflight.why_unfit()
+    reason = preflight.why_unfit() or _why_not_merged(arguments.kv_transfer_config)
     if reason:
         return None, reason
     try:
@@ -122,6 +122,21 @@ def _attempt(arguments: Any, original: Callable[[], Any]) -> tuple[Any, str]:
     _keep_inputs_closed(arguments, config)
     _make_known(arguments.kv_transfer_config)
     return config, ""
+
+
+def _why_not_merged(transfer_config: Any) -> str:
+    """Return why we cannot be one of several connectors with this vLLM.
+
+    Up to 0.25 or so a MultiConnector shows blocks only to the connector that loads them. The others do not see that a
+    block which they still copy is given to another request: they would store its bytes under the wrong key.
+    """
+    if transfer_configs.connector(transfer_config) != transfer_configs.MULTI:
+        return ""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    if "new_empty" not in MultiConnector.update_state_after_alloc.__code__.co_names:
+        return ""
+    return f"{preflight.image()}, whose MultiConnector hides blocks from its parts. Use vLLM 0.26 or later to have both"
 
 
 def _why_not_later(config: Any) -> str:

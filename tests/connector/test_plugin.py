@@ -279,6 +279,19 @@ class Uncopyable(list):
         raise TypeError("cannot be copied")
 
 
+def test_a_multi_connector_that_hides_blocks_from_its_parts_goes_without_us(monkeypatch, log):
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    def as_in_022(self, request, blocks, num_external_tokens):
+        return blocks.new_empty()
+
+    monkeypatch.setattr(MultiConnector, "update_state_after_alloc", as_in_022)
+    config = create(Arguments(KVTransferConfig(**multi(THEIRS, OURS))))
+    assert "ExampleConnector" == config.kv_transfer_config.kv_connector
+    assert "Use vLLM 0.26 or later to have both" in log()[0]
+    assert create(Arguments(KVTransferConfig(**OURS))).kv_transfer_config is not None
+
+
 def test_parts_of_a_multi_connector_are_known_to_vllm_by_name():
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
