@@ -65,16 +65,19 @@ def create(arguments: Any, original: Callable[[], Any], transfer_config: str) ->
         Exception: what vLLM says to the user's own arguments.
     """
     before = _snapshot(arguments)
-    reason = _adopt(arguments, transfer_config)
-    if not reason and not transfer_configs.has_ours(arguments.kv_transfer_config):
+    try:
+        config, reason = _attempt(arguments, original, transfer_config)
+    except Exception as error:  # ours: what vLLM says is caught where it is called
+        config, reason = None, f"a mistake of ours, please report it: {_brief(error)}"
+    if config is not None:
+        return config
+    if not reason:
         return original()
-    config, reason = (None, reason) if reason else _attempt(arguments, original)
-    if config is None:
-        vars(arguments).clear()
-        vars(arguments).update(before)
-        arguments.kv_transfer_config = transfer_configs.without_ours(arguments.kv_transfer_config)
-        config = original()
-        say_off(reason)
+    vars(arguments).clear()
+    vars(arguments).update(before)
+    arguments.kv_transfer_config = transfer_configs.without_ours(getattr(arguments, "kv_transfer_config", None))
+    config = original()
+    say_off(reason)
     return config
 
 
@@ -88,7 +91,7 @@ def _snapshot(arguments: Any) -> dict[str, Any]:
 
 def _adopt(arguments: Any, transfer_config: str) -> str:
     """Give arguments without a kv-transfer-config ours; return why the cache stays off, empty if it does not."""
-    given = arguments.kv_transfer_config
+    given = getattr(arguments, "kv_transfer_config", None)
     if given is None and transfer_config:
         try:
             values = json.loads(transfer_config)
@@ -105,11 +108,15 @@ def _adopt(arguments: Any, transfer_config: str) -> str:
     return ""
 
 
-def _attempt(arguments: Any, original: Callable[[], Any]) -> tuple[Any, str]:
-    """Return a configuration with us and an empty reason, or None and why there is none."""
+def _attempt(arguments: Any, original: Callable[[], Any], transfer_config: str) -> tuple[Any, str]:
+    """Return a configuration with us, or None and why there is none; no reason, where nobody asks for us."""
+    reason = _adopt(arguments, transfer_config)
+    given = getattr(arguments, "kv_transfer_config", None)
+    if reason or not transfer_configs.has_ours(given):
+        return None, reason
     if getattr(arguments, "kv_offloading_size", None) is not None:
         return None, "vLLM is told to keep KV blocks in host memory. Leave out --kv-offloading-size to have the cache"
-    reason = preflight.why_unfit() or _why_not_merged(arguments.kv_transfer_config)
+    reason = preflight.why_unfit() or _why_not_merged(given)
     if reason:
         return None, reason
     try:

@@ -234,6 +234,20 @@ def test_what_vllm_refuses_anyway_is_raised_as_it_is(log):
     assert [] == log(), "the cache is not to blame"
 
 
+def test_a_mistake_of_ours_costs_the_cache_and_not_the_start(monkeypatch, log):
+    monkeypatch.setattr(engine_args, "_keep_inputs_closed", lambda arguments, config: 1 / 0)
+    assert create(Arguments(), OURS).kv_transfer_config is None
+    assert "a mistake of ours, please report it: ZeroDivisionError" in log()[0]
+
+
+def test_arguments_without_such_a_field_are_those_of_an_old_vllm(log):
+    arguments = Arguments()
+    del arguments.kv_transfer_config
+    arguments.create = lambda: "made"
+    assert "made" == create(arguments, OURS)
+    assert 1 == len(log())
+
+
 def test_a_long_error_is_cut(log):
     long = Arguments(KVTransferConfig(**OURS), refuses_ours=True)
     long.create = lambda: (_ for _ in ()).throw(ValueError("x\n" * 9999)) if long.kv_transfer_config else "made"
