@@ -236,7 +236,7 @@ async def measure(arguments: argparse.Namespace) -> Document:
         delays = await _changes(server, fleet, count=arguments.changes)
         result |= {"change_ms_p50": _percentile(delays, 50), "change_ms_p99": _percentile(delays, 99)}
         if fleet.pods:
-            delays = await _misses(server, fleet, count=min(arguments.changes, fleet.pools))
+            delays = await _misses(server, fleet, count=min(50, fleet.pools))
             result |= {"missed_ms_p50": _percentile(delays, 50), "missed_ms_p99": _percentile(delays, 99)}
         result |= await _idle(operator, fleet, seconds=arguments.idle_seconds)
         result["resident_mib"] = round(operator.resident_mib())
