@@ -20,6 +20,7 @@ from pykvcache_contract.api.pool import KVCachePool
 from pykvcache_contract.errors import ConfigurationError
 from pykvcache_contract.injection import SkipReason
 from pykvcache_contract.names import INJECTED_ANNOTATION, POOL_KIND, POOL_NAME_LABEL, SKIPPED_ANNOTATION
+from pykvcache_operator.injection.containers import is_evident
 from pykvcache_operator.injection.inject import inject
 from pykvcache_operator.injection.outcome import InjectionSettings, Outcome, Result
 
@@ -169,11 +170,18 @@ def _inject_one(
     if INJECTED_ANNOTATION not in (pod["metadata"].get("annotations") or {}):
         pools[name]  # or an error that says how to make it known
     outcome = inject(pod, pools=pools, namespace=None, settings=settings)
-    if is_ours_to_label and outcome.reason is SkipReason.NO_VLLM_CONTAINER:
-        return  # not a vLLM pod, and nobody said it is
+    if is_ours_to_label and not _runs_vllm(pod, outcome):
+        return  # nobody said it does
     if outcome.result is Result.INJECTED:
         change(template.node, _as_template(outcome.pod, template))
     yield Told(template, outcome)
+
+
+def _runs_vllm(pod: Mapping[str, Any], outcome: Outcome) -> bool:
+    """Say whether a pod without our label is one of vLLM; the only container of a pod may be anything."""
+    if outcome.result is Result.INJECTED:
+        return is_evident(pod["spec"], pod["metadata"].get("annotations") or {})
+    return outcome.reason is not SkipReason.NO_VLLM_CONTAINER
 
 
 def _as_pod(template: PodTemplate, pool_name: str) -> dict[str, Any]:

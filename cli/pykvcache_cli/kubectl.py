@@ -16,14 +16,14 @@ def pool_manifest(name: str) -> str:
     Raises:
         ConfigurationError: kubectl is missing, or says no; with its words.
     """
-    command = ["kubectl", "get", f"{POOL_PLURAL}.{API_GROUP}", name, "--output=json"]
+    # Behind `--`: the name is a label's value in a manifest, and `--server=…` would send credentials to somebody.
+    command = ["kubectl", "get", "--output=json", f"{POOL_PLURAL}.{API_GROUP}", "--", name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LIMIT_SECONDS)
     except (FileNotFoundError, subprocess.TimeoutExpired) as error:
         raise ConfigurationError(f"{' '.join(command)}: {error}. Give the pool's manifest by --pool-file") from error
     if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"])[
-            -1
-        ]  # before it: retries
+        lines = done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"]
+        reason = lines[-1]  # before it: retries
         raise ConfigurationError(f"{' '.join(command)}: {reason}. Give the pool's manifest by --pool-file")
     return done.stdout

@@ -69,10 +69,9 @@ def test_doing_it_twice_changes_nothing_more(run, write):
     assert "has the cache already" in again.stderr
 
 
-def test_pool_sets_the_label_on_what_runs_vllm_and_leaves_all_else(run, write):
-    other = (
-        "kind: Pod\nmetadata: {name: web}\nspec:\n  containers: [{name: a, image: nginx}, {name: b, image: nginx}]\n"
-    )
+@pytest.mark.parametrize("containers", ["{name: a, image: nginx}, {name: b, image: nginx}", "{name: a, image: redis}"])
+def test_pool_sets_the_label_on_what_runs_vllm_and_leaves_all_else(run, write, containers):
+    other = f"kind: Pod\nmetadata: {{name: web}}\nspec:\n  containers: [{containers}]\n"
     result = run(
         "inject", "-f", write(UNLABELLED), "-f", write(other, "b.yaml"), "--pool", "default", "--pool-file", POOL
     )
@@ -166,13 +165,23 @@ def test_as_a_plugin_of_kubectl_it_asks_the_cluster_for_the_pool(write, tmp_path
     pool = json.dumps(plain(parse_manifest(POOL.read_text(), source="x").documents[0]))
     kubectl = tmp_path / "kubectl"
     kubectl.write_text(
-        f"#!/bin/sh\n[ \"$*\" = 'get kvcachepools.pykvcache.io default --output=json' ] && echo '{pool}'\n"
+        f"#!/bin/sh\n[ \"$*\" = 'get --output=json kvcachepools.pykvcache.io -- default' ] && echo '{pool}'\n"
     )
     kubectl.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     result = CliRunner().invoke(app, ["inject", "-f", str(write(LABELLED))], prog_name=PROGRAM)
     assert result.exit_code == 0, result.output
     assert "cache added" in result.stderr
+
+
+def test_a_label_in_a_manifest_is_never_an_option_of_kubectl(write, tmp_path, monkeypatch):
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/asked; exit 1\n')
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    text = LABELLED.replace("pykvcache.io/pool: default", "pykvcache.io/pool: --server=https://elsewhere.example")
+    assert CliRunner().invoke(app, ["inject", "-f", str(write(text))], prog_name=PROGRAM).exit_code == 2
+    assert (tmp_path / "asked").read_text().splitlines()[-2:] == ["--", "--server=https://elsewhere.example"]
 
 
 def test_what_kubectl_says_is_passed_on(write, tmp_path, monkeypatch):

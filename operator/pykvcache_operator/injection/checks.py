@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pykvcache_contract.api.objects import Condition, ConditionStatus
-from pykvcache_contract.api.pool import CLAIMS_MAX, KVCachePool, StorageType
+from pykvcache_contract.api.pool import CLAIMS_MAX, FAILING_NODES_MAX, KVCachePool, StorageType
 from pykvcache_contract.api.selection import admits
 from pykvcache_contract.injection import SkipReason
 from pykvcache_contract.names import (
@@ -123,9 +123,13 @@ def _check_path(pool: KVCachePool, ready: Condition | None) -> None:
 
 
 def _check_agents(pool: KVCachePool) -> None:
-    """A pod waits for ever for a CSI driver that runs nowhere, so no node agent at all is a reason."""
-    failing = pool.status.failing_nodes
-    if failing and len(failing) == pool.status.nodes_desired and all(node.reason == NO_AGENT for node in failing):
+    """A pod waits for ever for a CSI driver that runs nowhere, so no node agent at all is a reason.
+
+    Of very many nodes the status names the first ones; that none is ready and none of these has an agent will do.
+    """
+    failing, desired = pool.status.failing_nodes, pool.status.nodes_desired
+    is_on_none = 0 < desired and len(failing) == min(desired, FAILING_NODES_MAX) and not pool.status.nodes_ready
+    if is_on_none and all(node.reason == NO_AGENT for node in failing):
         raise Skip(
             SkipReason.POOL_NOT_READY,
             f"No node of KVCachePool {pool.name} has a node agent, which serves its volumes. Install it: value "

@@ -38,6 +38,16 @@ def choose(spec: Mapping[str, Any], annotations: Mapping[str, Any]) -> int:
     raise Skip(SkipReason.NO_VLLM_CONTAINER, message[0].upper() + message[1:])
 
 
+def is_evident(spec: Mapping[str, Any], annotations: Mapping[str, Any]) -> bool:
+    """Return whether anything but being the only container says that the one which `choose` returns runs vLLM.
+
+    Raises:
+        Skip: as `choose`.
+    """
+    containers = spec.get("containers") or []
+    return CONTAINER_ANNOTATION in annotations or choose(spec, annotations) in _with_signs(containers)
+
+
 def _named(containers: Any, names: list[str], wanted: Any) -> int:
     found = [index for index, item in enumerate(containers) if item.get("name") == wanted]
     if not found:
@@ -48,14 +58,17 @@ def _named(containers: Any, names: list[str], wanted: Any) -> int:
 
 
 def _candidates(containers: Any) -> list[int]:
-    """Return those with the strongest sign of vLLM that any of them shows."""
+    """Return those with the strongest sign of vLLM that any of them shows; where none shows any, the only one."""
+    return _with_signs(containers) or ([0] if len(containers) == 1 else [])
+
+
+def _with_signs(containers: Any) -> list[int]:
     read = [commands.read(item) for item in containers]
     starting = [index for index, command in enumerate(read) if command.runs_vllm]
     if starting:
         return starting
     usual = [item.get("name") in USUAL_NAMES for item in containers]
-    about = [index for index, command in enumerate(read) if command.mentions_vllm or usual[index]]
-    return about or ([0] if len(read) == 1 else [])
+    return [index for index, command in enumerate(read) if command.mentions_vllm or usual[index]]
 
 
 def _listed(names: list[str]) -> str:

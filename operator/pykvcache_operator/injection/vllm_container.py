@@ -11,6 +11,7 @@ from pykvcache_contract.injection import SkipReason
 from pykvcache_contract.names import (
     CONNECTOR_CLASS,
     INJECTED_VARIABLE,
+    LIBRARY_ANNOTATION,
     ON_CONFLICT_ANNOTATION,
     TRANSFER_CONFIG_VARIABLE,
 )
@@ -37,6 +38,11 @@ _REPLACES = {
 _RAY_START = re.compile(r"ray(?<!\wray)\s+start\b")
 _SEVERAL_PODS_SCRIPT = "multi-node-serving.sh"
 """In vLLM's images: starts Ray on the pods of one engine."""
+
+_MERGE_NEEDS_LIBRARY = (
+    "A merged kv-transfer-config ends a vLLM whose image lacks the library, and with library None nobody knows whether "
+    f"it has it. Set the annotation {LIBRARY_ANNOTATION}: InitContainer."
+)
 
 
 class OnConflict(Enum):
@@ -75,7 +81,8 @@ def configure(
         raise Skip(SkipReason.UNSUPPORTED_POD, _cut_off_message(command.cut_off))
     present = find(command, variables.values)
     config = ours(options) if present is None else _resolve(present, on_conflict, options)
-    as_arguments = command.arguments is not None and (present is not None or _is_certain(command, variables))
+    is_certain = bool(options.library_path) and _is_certain(command, variables)
+    as_arguments = command.arguments is not None and (present is not None or is_certain)
     entries, warnings = environment.extend(
         variables,
         version=version,
@@ -91,8 +98,9 @@ def configure(
 def _is_certain(command: commands.Command, variables: environment.Environment) -> bool:
     """Return whether arguments of ours can do no harm.
 
-    They need our plugin, which takes them away where the library does not suit this vLLM; and they must not hide a
-    kv-transfer-config that comes by a variable which we cannot see.
+    They need our plugin, which takes them away where the library does not suit this vLLM (so an image that may or may
+    not have the library gets none); and they must not hide a kv-transfer-config that comes by a variable which we
+    cannot see.
     """
     unknown = tuple(f"$({name})" for name in variables.unknown)
     is_hidden = any(argument.startswith(unknown) for argument in command.arguments or ())
@@ -137,6 +145,8 @@ def _resolve(present: Present, on_conflict: OnConflict, options: TransferOptions
     if present.names_us:
         message = f"{present.place} names {CONNECTOR_CLASS} already. Remove it, or the label."
         raise Skip(SkipReason.CONFIGURATION_PRESENT, message)
+    if on_conflict is OnConflict.MERGE and not options.library_path:
+        raise Skip(SkipReason.CONFIGURATION_PRESENT, _MERGE_NEEDS_LIBRARY)
     if on_conflict is OnConflict.MERGE:
         return merged(present, ours(options))
     found = f"vLLM is given {present.place} already"

@@ -2,6 +2,7 @@
 
 import pytest
 
+from pykvcache_contract.api.pool import FAILING_NODES_MAX
 from pykvcache_contract.injection import SkipReason
 from pykvcache_operator.injection.inject import inject
 from pykvcache_operator.injection.outcome import Result
@@ -121,6 +122,14 @@ def test_where_no_node_has_an_agent_no_pod_waits_for_its_driver(injector):
     somewhere = injector.pool(status=ready("False", "NotEnoughNodes", nodesDesired=3, failingNodes=failing))
     assert reason_of(injector(injector.pod(), nowhere)) is SkipReason.POOL_NOT_READY
     assert reason_of(injector(injector.pod(), somewhere)) is None
+
+
+@pytest.mark.parametrize(("ready_count", "reason"), [(0, SkipReason.POOL_NOT_READY), (1, None)])
+def test_of_a_large_cluster_without_agents_the_first_nodes_tell(injector, ready_count, reason):
+    failing = [{"name": f"n{index}", "reason": "NoNodeAgent"} for index in range(FAILING_NODES_MAX)]
+    counts = {"nodesDesired": 500, "nodesReady": ready_count, "failingNodes": failing}
+    pool = injector.pool(status=ready("False", "NotEnoughNodes", **counts))
+    assert reason_of(injector(injector.pod(), pool)) is reason
 
 
 @pytest.mark.parametrize("spec", [{"os": {"name": "windows"}}, {"nodeSelector": {"kubernetes.io/os": "windows"}}])

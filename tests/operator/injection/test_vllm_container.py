@@ -105,9 +105,22 @@ def test_a_python_that_ignores_our_variables_is_left_without_the_cache(command):
     assert caught.value.reason is SkipReason.UNSUPPORTED_POD
 
 
+NO_LIBRARY = TransferOptions(staging_bytes=1, block_tokens=1, create_pool=True, library_path="")
+
+
 def test_an_image_that_has_the_library_keeps_its_python_path():
-    options = TransferOptions(staging_bytes=1, block_tokens=1, create_pool=True, library_path="")
-    assert "PYTHONPATH" not in variables(configured(options=options, command=["vllm", "serve"]).container)
+    assert "PYTHONPATH" not in variables(configured(options=NO_LIBRARY, command=["vllm", "serve"]).container)
+
+
+def test_an_image_that_only_seems_to_have_the_library_starts_all_the_same():
+    container = configured(options=NO_LIBRARY, command=["vllm", "serve"]).container
+    assert "args" not in container
+    assert "PYKVCACHE_KV_TRANSFER_CONFIG" in variables(container)
+
+
+def test_nothing_is_merged_where_the_library_may_be_missing():
+    with pytest.raises(Skip, match="library: InitContainer"):
+        configured("Merge", options=NO_LIBRARY, command=["vllm", "serve"], args=["--kv-transfer-config", NIXL])
 
 
 def test_the_pods_own_hash_algorithm_stays():
