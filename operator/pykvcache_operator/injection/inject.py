@@ -84,7 +84,7 @@ def _build(pod: Document, pool: KVCachePool, namespace: str, settings: Injection
     index = choose(spec, told)
     vllm = spec["containers"][index]
     check_names(spec, vllm)
-    delivery = deliver(wishes.library, spec=spec, settings=settings)
+    delivery = deliver(wishes.library, spec=spec, vllm=vllm, settings=settings)
     options = _options(pool, namespace, staging_bytes=wishes.staging_bytes, library_path=delivery.path)
     configured = configure(vllm, options=options, annotations=told, version=settings.version)
     about_memory = memory_warnings(spec, vllm, wishes.staging_bytes)

@@ -37,11 +37,14 @@ class Delivery:
     init_containers: tuple[Document, ...] = ()
 
 
-def deliver(kind: Library, *, spec: Mapping[str, Any], settings: InjectionSettings) -> Delivery:
+def deliver(
+    kind: Library, *, spec: Mapping[str, Any], vllm: Mapping[str, Any], settings: InjectionSettings
+) -> Delivery:
     """Return what brings the library into vLLM's container.
 
     Args:
         spec: of the pod, for the security context and the resources.
+        vllm: vLLM's container, for the security context.
     """
     if kind is Library.NONE:
         return Delivery()
@@ -51,16 +54,16 @@ def deliver(kind: Library, *, spec: Mapping[str, Any], settings: InjectionSettin
         volume: Document = {"name": LIBRARY_NAME, "image": image}
         return Delivery(f"{LIBRARY_PATH}/{IMAGE_FOLDER}", (volume,), (mount,))
     volume = {"name": LIBRARY_NAME, "emptyDir": {"sizeLimit": format_quantity(VOLUME_SIZE_BYTES)}}
-    return Delivery(LIBRARY_PATH, (volume,), (mount,), (_container(spec, settings),))
+    return Delivery(LIBRARY_PATH, (volume,), (mount,), (_container(spec, vllm, settings),))
 
 
-def _container(spec: Mapping[str, Any], settings: InjectionSettings) -> Document:
+def _container(spec: Mapping[str, Any], vllm: Mapping[str, Any], settings: InjectionSettings) -> Document:
     return {
         "name": LIBRARY_NAME,
         "image": settings.connector_image,
         "imagePullPolicy": settings.pull_policy,
         "args": [LIBRARY_PATH],
-        "securityContext": own_security_context(spec),
+        "securityContext": own_security_context(spec, vllm=vllm),
         **own_resources(spec, settings.library_resources, storage_bytes=VOLUME_SIZE_BYTES),
         "volumeMounts": [{"name": LIBRARY_NAME, "mountPath": LIBRARY_PATH}],
     }

@@ -3,8 +3,8 @@
 Facts: a quota refuses a pod with a container that does not say what the quota counts. A pod with limits of its own
 (spec.resources) shares them among its containers and is refused if these ask for more than it has. The kubelet
 evicts a pod that takes more ephemeral storage than the sum of its containers' limits, as soon as one has such a limit,
-and an emptyDir counts. Therefore our containers say what they take, except in a pod with resources of its own; and
-where somebody limited ephemeral storage, ours have a limit that pays for the volumes that come with them.
+and an emptyDir counts; pods have no such limit of their own. Therefore our containers say what they take, except in a pod with resources of its own; and
+in every pod where somebody limited ephemeral storage, ours have a limit that pays for the volumes that come with them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,14 +27,14 @@ def own_resources(spec: Mapping[str, Any], resources: Mapping[str, Any], *, stor
         resources: what the installation says.
         storage_bytes: most that its logs and the volumes take which come with it.
     """
-    if mapping(spec, "resources"):
-        return {}
-    requests, limits = dict(mapping(resources, "requests")), dict(mapping(resources, "limits"))
+    shared = bool(mapping(spec, "resources"))
+    requests = {} if shared else dict(mapping(resources, "requests"))
+    limits = {} if shared else dict(mapping(resources, "limits"))
     if any(STORAGE in mapping(mapping(container, "resources"), "limits") for container in all_containers(spec)):
         requests = {STORAGE: "0", **requests}
         limits = {STORAGE: str(storage_bytes), **limits}
     own = {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
-    return {"resources": {**resources, **own}} if own else {}
+    return {"resources": own} if own else {}
 
 
 def memory_warnings(spec: Mapping[str, Any], container: Mapping[str, Any], staging_bytes: int) -> Iterator[str]:

@@ -74,7 +74,7 @@ def sidecar(
         "restartPolicy": "Always",
         "command": ["pykvcache-sidecar", "run", "--patient", *_options(pool, capacity_bytes, _listen(is_port_free))],
         **(_SERVED if is_port_free else {}),
-        "securityContext": own_security_context(spec, like=vllm),
+        "securityContext": own_security_context(spec, vllm=vllm, user_of=vllm),
         **own_resources(spec, settings.sidecar_resources, storage_bytes=volumes_bytes + 2 * VOLUME_SIZE_BYTES),
         "volumeMounts": [pool_mount()],
     }

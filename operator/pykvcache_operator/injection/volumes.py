@@ -8,6 +8,7 @@ from pykvcache_contract.api.quantities import format_quantity
 from pykvcache_contract.injection import SkipReason
 from pykvcache_contract.names import DRIVER_NAME, POOL_ATTRIBUTE, POOL_PATH, POOL_VOLUME
 from pykvcache_operator.injection.outcome import Document, Skip
+from pykvcache_operator.injection.pod import mapping
 from pykvcache_operator.shared import claim_name
 
 NAMESPACES_DIRECTORY, SHARED_DIRECTORY = "ns", "shared"
@@ -48,6 +49,13 @@ def volume_warnings(pool: KVCachePool, spec: Mapping[str, Any]) -> Iterator[str]
         yield (
             "hostUsers: false needs a claim whose filesystem can map users, which NFS cannot: the pod would not start. "
             "Leave hostUsers out, or use a pool of another storage type."
+        )
+    context = mapping(spec, "securityContext")
+    is_slow = context.get("fsGroup") is not None and context.get("fsGroupChangePolicy") != "OnRootMismatch"
+    if is_slow and pool.spec.storage.type is StorageType.SHARED_FILESYSTEM:
+        yield (
+            "fsGroup: many storage drivers then change the group of every file of the pool whenever a pod starts, which "
+            "waits for that. Set securityContext.fsGroupChangePolicy: OnRootMismatch."
         )
 
 

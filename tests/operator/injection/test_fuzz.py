@@ -34,7 +34,7 @@ def is_restricted(container):
         and context["readOnlyRootFilesystem"] is True
         and context["runAsNonRoot"] is True
         and context["capabilities"] == {"drop": ["ALL"]}
-        and context["seccompProfile"] == {"type": "RuntimeDefault"}
+        and context.get("seccompProfile") in (None, {"type": "RuntimeDefault"})
         and context.get("runAsUser") != 0
         and set(context) <= {*CONTEXT_KEYS}
     )
@@ -48,6 +48,7 @@ CONTEXT_KEYS = (
     "seccompProfile",
     "runAsUser",
     "runAsGroup",
+    "seLinuxOptions",
 )
 
 

@@ -150,10 +150,27 @@ def test_staging_comes_from_the_pool_unless_the_pod_says_otherwise(injector):
     assert f'"staging":{64 * 2**20}' in " ".join(of_pod)
 
 
-def test_user_namespaces_on_a_claim_are_warned_of(injector):
+@pytest.fixture
+def shared(injector):
+    """A SharedFilesystem pool that is ready."""
     when = "2026-01-31T12:00:00Z"
     ready = {"type": "Ready", "status": "True", "reason": "ClaimBound", "message": "", "lastTransitionTime": when}
-    shared = injector.pool(storage=SHARED, status={"conditions": [ready]})
+    return injector.pool(storage=SHARED, status={"conditions": [ready]})
+
+
+def test_a_claim_whose_files_all_get_another_group_at_each_start_is_warned_of(injector, shared):
+    def is_warned(pool, **context):
+        outcome = injector(injector.pod(securityContext=context), pool)
+        return any("fsGroupChangePolicy" in warning for warning in outcome.warnings)
+
+    assert is_warned(shared, fsGroup=0)
+    assert is_warned(shared, fsGroup=5, fsGroupChangePolicy="Always")
+    assert not is_warned(shared, fsGroup=5, fsGroupChangePolicy="OnRootMismatch")
+    assert not is_warned(shared, runAsUser=5)
+    assert not is_warned(injector.pool(storage=EPHEMERAL), fsGroup=5)
+
+
+def test_user_namespaces_on_a_claim_are_warned_of(injector, shared):
     assert any("hostUsers" in warning for warning in injector(injector.pod(hostUsers=False), shared).warnings)
     assert injector(injector.pod(), shared).warnings == ()
     assert injector(injector.pod(hostUsers=False)).warnings == ()

@@ -10,6 +10,7 @@ RESTRICTED = {
     "capabilities": {"drop": ["ALL"]},
     "seccompProfile": {"type": "RuntimeDefault"},
 }
+CONFINED = {"seccompProfile": {"type": "RuntimeDefault"}}
 
 
 @pytest.fixture
@@ -41,9 +42,26 @@ def option(sidecar, name):
 def test_own_containers_are_restricted_never_root_and_the_sidecar_shares_the_user_of_vllm(
     own, of_pod, of_vllm, of_library, of_sidecar
 ):
-    library, sidecar = own(securityContext=of_pod, container={"securityContext": of_vllm})
+    library, sidecar = own(securityContext={**of_pod, **CONFINED}, container={"securityContext": of_vllm})
     assert library["securityContext"] == {**RESTRICTED, **of_library}
     assert sidecar["securityContext"] == {**RESTRICTED, **of_sidecar}
+
+
+@pytest.mark.parametrize(
+    ("of_pod", "of_vllm", "is_confined"),
+    [({}, {}, False), (CONFINED, {}, True), ({}, CONFINED, True), ({"seccompProfile": None}, {"runAsUser": 0}, False)],
+)
+def test_a_seccomp_profile_is_only_where_the_pod_has_one_since_some_clusters_refuse_it(
+    own, of_pod, of_vllm, is_confined
+):
+    for container in own(securityContext=of_pod, container={"securityContext": of_vllm}):
+        assert ("seccompProfile" in container["securityContext"]) is is_confined
+
+
+def test_what_vllm_reads_has_the_selinux_label_of_vllm(own):
+    label = {"level": "s0:c1,c2"}
+    for container in own(container={"securityContext": {"seLinuxOptions": label}}):
+        assert container["securityContext"]["seLinuxOptions"] == label
 
 
 def test_the_sidecar_stays_below_the_size_at_which_the_kubelet_evicts(own):
@@ -113,6 +131,13 @@ def test_requests_are_limits_so_that_quotas_hold_and_a_guaranteed_pod_stays_one(
 def test_a_pod_with_resources_of_its_own_shares_them(own):
     for container in own(resources={"limits": {"memory": "10Gi"}}):
         assert "resources" not in container
+
+
+def test_a_pod_with_resources_of_its_own_that_limits_ephemeral_storage_is_not_evicted_for_ours(own):
+    limited = {"resources": {"limits": {"ephemeral-storage": "1Gi"}}}
+    _, sidecar = own(resources={"limits": {"memory": "10Gi"}}, container=limited)
+    assert set(sidecar["resources"]["limits"]) == {"ephemeral-storage"}
+    assert int(sidecar["resources"]["limits"]["ephemeral-storage"]) > 0.95 * 100 * 2**30
 
 
 def test_where_ephemeral_storage_is_limited_the_limits_pay_for_what_comes_with_us(own):
