@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from pykvcache_connector import preflight, transfer_configs
+from pykvcache_connector import preflight, reach, transfer_configs
 from pykvcache_contract.names import CONNECTOR_CLASS, CONNECTOR_MODULE
 
 logger = logging.getLogger("vllm.pykvcache")
@@ -42,7 +42,9 @@ def install(transfer_config: str) -> None:
 
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **options: Any) -> Any:
-        return create(self, functools.partial(original, self, *args, **options), transfer_config)
+        is_headless = bool(options.get("headless", args[1:2] == (True,)))
+        make = functools.partial(original, self, *args, **options)
+        return create(self, make, transfer_config, is_headless=is_headless)
 
     setattr(create_engine_config, _MARK, True)
     EngineArgs.create_engine_config = create_engine_config
@@ -53,20 +55,21 @@ def say_off(reason: str) -> None:
     logger.warning("py-kvcache is off: %s. vLLM starts without the cache.", reason)
 
 
-def create(arguments: Any, original: Callable[[], Any], transfer_config: str) -> Any:
+def create(arguments: Any, original: Callable[[], Any], transfer_config: str, *, is_headless: bool = False) -> Any:
     """Return the engine's configuration: with the cache, or without it and the reason in the log.
 
     Args:
         arguments: vLLM's EngineArgs; changed as vLLM itself changes them, and in what concerns us.
         original: makes a configuration of the arguments as they are.
         transfer_config: see `install`.
+        is_headless: the engines' server is another process.
 
     Raises:
         Exception: what vLLM says to the user's own arguments.
     """
     before = _snapshot(arguments)
     try:
-        config, reason = _attempt(arguments, original, transfer_config)
+        config, reason = _attempt(arguments, original, transfer_config, is_headless=is_headless)
     except Exception as error:  # ours: what vLLM says is caught where it is called
         config, reason = None, f"a mistake of ours, please report it: {_brief(error)}"
     if config is not None:
@@ -108,7 +111,9 @@ def _adopt(arguments: Any, transfer_config: str) -> str:
     return ""
 
 
-def _attempt(arguments: Any, original: Callable[[], Any], transfer_config: str) -> tuple[Any, str]:
+def _attempt(
+    arguments: Any, original: Callable[[], Any], transfer_config: str, *, is_headless: bool
+) -> tuple[Any, str]:
     """Return a configuration with us, or None and why there is none; no reason, where nobody asks for us."""
     reason = _adopt(arguments, transfer_config)
     given = getattr(arguments, "kv_transfer_config", None)
@@ -123,7 +128,7 @@ def _attempt(arguments: Any, original: Callable[[], Any], transfer_config: str) 
         config = original()
     except Exception as error:  # perhaps because of us, perhaps not: the next attempt shows it
         return None, f"vLLM does not start with it: {_brief(error)}"
-    reason = _why_not_later(config)
+    reason = _why_not_later(config) or reach.why_too_far(arguments, config, is_headless=is_headless)
     if reason:
         return None, reason
     _keep_inputs_closed(arguments, config)

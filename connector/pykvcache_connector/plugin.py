@@ -3,8 +3,9 @@
 vLLM calls `register` in each of its processes, before it has a configuration; in `vllm serve` even before it reads its
 command line. Outside of injected containers, where `PYKVCACHE_INJECTED` is not set, `register` does nothing.
 
-The image's Python and vLLM are unknown here. So this module, `preflight`, `transfer_configs`, `engine_args` and
-`pykvcache_contract.names` keep to the standard library and to syntax of Python 3.8, and no exception leaves `register`.
+The image's Python and vLLM are unknown here. So this module, the plugin's others (`engine_args`, `preflight`, `reach`,
+`transfer_configs`) and `pykvcache_contract.names` keep to the standard library and to syntax of Python 3.8, and no
+exception leaves `register`.
 """
 
 from __future__ import annotations

@@ -67,6 +67,7 @@ class Arguments:
             kv_transfer_config=self.kv_transfer_config,
             hash=self.prefix_caching_hash_algo,
             model_config=model,
+            parallel_config=SimpleNamespace(distributed_executor_backend="uni"),
             ec_transfer_config=SimpleNamespace(is_ec_consumer=self.is_ec_consumer),
             left_behind=left_behind,
         )
@@ -310,7 +311,7 @@ def test_parts_of_a_multi_connector_are_known_to_vllm_by_name():
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for _ in range(2):
-        create(Arguments(KVTransferConfig(**multi(THEIRS, OURS))))
+        engine_args._make_known(KVTransferConfig(**multi(THEIRS, OURS)))
     found = KVConnectorFactory.get_connector_class_by_name(names.CONNECTOR_CLASS)
     assert names.CONNECTOR_CLASS == found.__name__
 
