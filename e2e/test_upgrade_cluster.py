@@ -8,8 +8,8 @@ from harness import images, pools, vllm_image, vllm_pods
 from harness.chart import NAMESPACE, RELEASE, Installation
 from harness.injection import has_bundle, labelled, pool_on_disk, restricted
 from harness.previous import Previous
-from harness.vllm_pods import INJECTION, WHOLE_TOKENS, Servers, is_ready, prompts
-from harness.waiting import NotYetError, wait_for
+from harness.vllm_pods import INJECTION, Servers, is_ready, prompts
+from harness.waiting import wait_for
 
 # The first test also builds images of two versions, and a large one, and starts the cluster.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -58,13 +58,13 @@ def test_versions_read_each_others_blocks_and_pods_and_pools_outlive_an_upgrade_
     wait_for("the webhook to be trusted", lambda: has_bundle(kubectl), limit_s=120)
     kubectl.patch("kvcachepool", pool, {"spec": INJECTION})
     pools.wait_for_state(kubectl, "node1", pool, "Ready")
-    all_found(servers, "old", ours, expected)
+    servers.find("old", ours, expected)
     inside.apply(vllm_pods.pod("new", pool=pool, node="node1"))
     servers.wait_until_ready(2)
     assert versions_of(inside, "old", "new") == ["", images.local_name("connector")]
-    all_found(servers, "new", ours, expected)
+    servers.find("new", ours, expected)
     more = servers.fill("new", theirs)
-    wait_for("the old pod to find what the new one stored", lambda: all_found(servers, "old", theirs, more), limit_s=90)
+    servers.find("old", theirs, more)
 
     installation.helm.run("rollback", RELEASE, "1", "--wait", "--timeout=180s")
     pools.wait_for_agents(kubectl)
@@ -72,20 +72,11 @@ def test_versions_read_each_others_blocks_and_pods_and_pools_outlive_an_upgrade_
     pools.wait_for_condition(kubectl, pool, "Ready", "True")
     assert kubectl.get("kvcachepool", pool)["metadata"]["uid"] == uid
     for pod in ("old", "new"):
-        all_found(servers, pod, [*ours, *theirs], [*expected, *more])
+        servers.find(pod, [*ours, *theirs], [*expected, *more])
     assert [is_ready(found) for found in servers.pods()] == [True, True]
     assert [row["restartCount"] for found in servers.pods() for row in found["status"]["containerStatuses"]] == [0, 0]
     inside.apply(labelled("plain", pool=pool, image=local_cluster.busybox, script="true"))
     assert "pykvcache" not in json.dumps(inside.get("pod", "plain")["spec"])
-
-
-def all_found(servers: Servers, pod: str, asked: list[str], expected: list[str]) -> bool:
-    """Check that a pod answers as expected, each prompt from the pool; answers that miss are NotYetError."""
-    answers = servers.answers(pod, asked)
-    assert [answer.text for answer in answers] == expected
-    if any(answer.cached_tokens < WHOLE_TOKENS for answer in answers):
-        raise NotYetError(f"{pod} found {[answer.cached_tokens for answer in answers]}")
-    return True
 
 
 def versions_of(inside, *pods: str) -> list[str]:

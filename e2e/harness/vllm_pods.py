@@ -125,15 +125,28 @@ class Servers:
     def fill(self, pod: str, prompts: Sequence[str]) -> list[str]:
         """Let a pod answer prompts, and wait until it has stored the blocks of each; return the answers."""
         texts = [answer.text for answer in self.answers(pod, prompts)]
-
-        def stored() -> bool:
-            found = [self.complete(pod, prompt).cached_tokens for prompt in prompts]  # counts travel with steps
-            if min(found) < WHOLE_TOKENS:
-                raise NotYetError(f"tokens found: {found}")
-            return True
-
-        wait_for(f"{pod} to find what it stored", stored, limit_s=120, every_s=1)
+        self.find(pod, prompts, texts)
         return texts
+
+    def find(self, pod: str, prompts: Sequence[str], texts: Sequence[str]) -> None:
+        """Ask until a pod finds all whole blocks of each prompt; every answer must be as expected.
+
+        A lookup that takes too long is a miss, by design, and here the machine may be busy.
+
+        Raises:
+            AssertionError: an answer differs.
+            TimeoutError: a prompt is not found.
+        """
+        for prompt, text in zip(prompts, texts, strict=True):
+
+            def is_found(prompt: str = prompt, text: str = text) -> bool:
+                answer = self.complete(pod, prompt)
+                assert answer.text == text
+                if answer.cached_tokens != WHOLE_TOKENS:
+                    raise NotYetError(f"{answer.cached_tokens} of {WHOLE_TOKENS} tokens")
+                return True
+
+            wait_for(f"{pod} to find a prompt of {len(prompt)} tokens", is_found, limit_s=120, every_s=0.5)
 
     def metrics(self, pod: str) -> dict[str, float]:
         """Return vLLM's metrics, summed over labels."""
