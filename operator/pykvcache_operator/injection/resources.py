@@ -3,8 +3,9 @@
 Facts: a quota refuses a pod with a container that does not say what the quota counts. A pod with limits of its own
 (spec.resources) shares them among its containers and is refused if these ask for more than it has. The kubelet
 evicts a pod that takes more ephemeral storage than the sum of its containers' limits, as soon as one has such a limit,
-and an emptyDir counts; pods have no such limit of their own. Therefore our containers say what they take, except in a pod with resources of its own; and
-in every pod where somebody limited ephemeral storage, ours have a limit that pays for the volumes that come with them.
+and an emptyDir counts; pods have no such limit of their own. Therefore our containers say what they take, except in a
+pod with resources of its own; and in every pod where somebody limited ephemeral storage, ours have a limit that pays
+for the volumes that come with them.
 """
 
 from collections.abc import Iterator, Mapping

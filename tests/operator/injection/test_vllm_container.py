@@ -152,7 +152,7 @@ def test_a_shell_that_replaces_our_variables_is_warned_about(text, count):
 
 def test_an_engine_over_several_pods_is_warned_about():
     result = configured(command=["sh", "-c", "ray start --head; vllm serve m"])
-    assert "label all of them or none" in result.warnings[0]
+    assert "several pods runs without the cache" in result.warnings[0]
 
 
 # ---- a kv-transfer-config that is there already ----
