@@ -54,7 +54,8 @@ def volume_warnings(pool: KVCachePool, spec: Mapping[str, Any]) -> Iterator[str]
     is_slow = context.get("fsGroup") is not None and context.get("fsGroupChangePolicy") != "OnRootMismatch"
     if is_slow and pool.spec.storage.type is StorageType.SHARED_FILESYSTEM:
         yield (
-            "fsGroup: many storage drivers then change the group of every file of the pool before a pod starts. Set securityContext.fsGroupChangePolicy: OnRootMismatch."
+            "fsGroup: many storage drivers then change the group of every file of the pool before a pod starts. "
+            "Set securityContext.fsGroupChangePolicy: OnRootMismatch."
         )
 
 
