@@ -26,6 +26,9 @@ from pykvcache_operator.injection.pod import metadata_of, shown
 TOTAL_BYTES_MAX = 256 * 2**10
 """Of all keys and values of one object; the API server refuses more."""
 WARNINGS_BYTES_MAX = 4096
+LOCAL_VOLUMES_ANNOTATION = "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"
+"""Names volumes, separated by commas. A pod with an emptyDir or hostPath that is not named keeps its node from being
+removed; what is in ours is a copy or can be computed again."""
 STAGING_BYTES_MIN = 2**24
 """The same as of the pool's spec.memory.stagingBytes."""
 
@@ -52,8 +55,13 @@ def read_wishes(annotations: Mapping[str, str], pool: KVCachePool) -> Wishes:
     return Wishes(library, staging_bytes)
 
 
-def injected(pod: Mapping[str, Any], *, version: str, warnings: Sequence[str]) -> Document:
+def injected(
+    pod: Mapping[str, Any], *, version: str, warnings: Sequence[str], volumes: Sequence[Document] = ()
+) -> Document:
     """Return the metadata of a pod that has the cache.
+
+    Args:
+        volumes: of ours.
 
     Raises:
         Skip: its annotations would become too large.
@@ -61,7 +69,7 @@ def injected(pod: Mapping[str, Any], *, version: str, warnings: Sequence[str]) -
     new = {INJECTED_ANNOTATION: version}
     if warnings:
         new[WARNINGS_ANNOTATION] = _joined(warnings)
-    metadata = _annotated(pod, new)
+    metadata = _annotated(pod, {**new, **_safe_to_lose(pod, volumes)}) or _annotated(pod, new)
     if metadata is None:
         raise Skip(
             SkipReason.UNSUPPORTED_POD,
@@ -83,6 +91,14 @@ def clip(text: str, *, characters_max: int = MESSAGE_LENGTH_MAX) -> str:
     """
     line = "".join(character if character.isprintable() else " " for character in text[: characters_max + 1])
     return line if len(line) <= characters_max else f"{line[: characters_max - 1]}…"
+
+
+def _safe_to_lose(pod: Mapping[str, Any], volumes: Sequence[Document]) -> dict[str, str]:
+    """Return the annotation without which the cluster autoscaler keeps a node because of our volumes."""
+    local = [volume["name"] for volume in volumes if "emptyDir" in volume or "hostPath" in volume]
+    listed = [name for name in metadata_of(pod, "annotations").get(LOCAL_VOLUMES_ANNOTATION, "").split(",") if name]
+    missing = [name for name in local if name not in map(str.strip, listed)]
+    return {LOCAL_VOLUMES_ANNOTATION: ",".join([*listed, *missing])} if missing else {}
 
 
 def _library(value: str) -> Library:

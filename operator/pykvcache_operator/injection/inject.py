@@ -25,7 +25,7 @@ from pykvcache_operator.injection.parts import (
     without_own,
 )
 from pykvcache_operator.injection.pod import check_shape, metadata_of
-from pykvcache_operator.injection.resources import memory_warnings
+from pykvcache_operator.injection.resources import fitting_staging
 from pykvcache_operator.injection.sidecar_container import capacity_of, sidecar
 from pykvcache_operator.injection.transfer_config import TransferOptions
 from pykvcache_operator.injection.vllm_container import configure
@@ -85,9 +85,9 @@ def _build(pod: Document, pool: KVCachePool, namespace: str, settings: Injection
     vllm = spec["containers"][index]
     check_names(spec, vllm)
     delivery = deliver(wishes.library, spec=spec, vllm=vllm, settings=settings)
-    options = _options(pool, namespace, staging_bytes=wishes.staging_bytes, library_path=delivery.path)
+    staging_bytes, about_memory = fitting_staging(spec, vllm, wishes.staging_bytes)
+    options = _options(pool, namespace, staging_bytes=staging_bytes, library_path=delivery.path)
     configured = configure(vllm, options=options, annotations=told, version=settings.version)
-    about_memory = memory_warnings(spec, vllm, wishes.staging_bytes)
     warnings = (*configured.warnings, *about_memory, *volume_warnings(pool, spec))
     sidecars = _sidecars(pool, namespace, spec=spec, vllm=vllm, settings=settings)
     own = Own(
@@ -95,9 +95,10 @@ def _build(pod: Document, pool: KVCachePool, namespace: str, settings: Injection
         init_containers=[*delivery.init_containers, *sidecars],
         volumes=[*delivery.volumes, pool_volume(pool, namespace)],
     )
+    version = settings.version
     new = {
         **pod,
-        "metadata": annotations.injected(pod, version=settings.version, warnings=warnings),
+        "metadata": annotations.injected(pod, version=version, warnings=warnings, volumes=own.volumes),
         "spec": with_own(spec, index, own, settings.pull_secrets),
     }
     check_size(new)

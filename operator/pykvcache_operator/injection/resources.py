@@ -8,17 +8,20 @@ pod with resources of its own; and in every pod where somebody limited ephemeral
 for the volumes that come with them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pykvcache_contract.api.quantities import parse_quantity
 from pykvcache_contract.units import format_size
+from pykvcache_operator.injection.annotations import STAGING_BYTES_MIN
 from pykvcache_operator.injection.outcome import Document
 from pykvcache_operator.injection.pod import all_containers, mapping
 
 STORAGE = "ephemeral-storage"
-STAGING_SHARE_MAX = 0.25
+STAGING_SHARE_WARNED = 0.25
 """Of the memory limit of vLLM's container; the rest of it is weights being loaded, CUDA's own and page cache."""
+STAGING_SHARE_MAX = 0.5
+"""More is not given: the kernel would end vLLM, again and again, because of us."""
 
 
 def own_resources(spec: Mapping[str, Any], resources: Mapping[str, Any], *, storage_bytes: int) -> dict[str, Document]:
@@ -38,22 +41,30 @@ def own_resources(spec: Mapping[str, Any], resources: Mapping[str, Any], *, stor
     return {"resources": own} if own else {}
 
 
-def memory_warnings(spec: Mapping[str, Any], container: Mapping[str, Any], staging_bytes: int) -> Iterator[str]:
-    """Say if staging memory takes much of what vLLM's container may have; its limit is never changed.
+def fitting_staging(
+    spec: Mapping[str, Any], container: Mapping[str, Any], staging_bytes: int
+) -> tuple[int, tuple[str, ...]]:
+    """Return the staging memory of one worker, less than wished where vLLM would be killed for it, and warnings.
 
     Args:
-        staging_bytes: of one worker; there is one for each GPU.
+        container: vLLM's; its limit is never changed.
+        staging_bytes: as wished, of one worker; there is one for each GPU.
     """
     limits = mapping(mapping(container, "resources"), "limits")
     of_pod = mapping(mapping(spec, "resources"), "limits")
     limit_bytes, workers = _quantity(limits.get("memory", of_pod.get("memory"))), max(1, _gpu_count(limits))
     total_bytes = staging_bytes * workers
-    if limit_bytes and total_bytes > STAGING_SHARE_MAX * limit_bytes:
-        yield (
-            f"Staging memory is {format_size(total_bytes)} ({workers} × {format_size(staging_bytes)}) of the memory "
-            f"limit {format_size(limit_bytes)} of vLLM's container: raise the limit, or set the annotation "
-            "pykvcache.io/staging to less."
-        )
+    if not limit_bytes or total_bytes <= STAGING_SHARE_WARNED * limit_bytes:
+        return staging_bytes, ()
+    found = (
+        f"Staging memory is {format_size(total_bytes)} ({workers} × {format_size(staging_bytes)}) of the memory limit "
+        f"{format_size(limit_bytes)} of vLLM's container"
+    )
+    advice = "raise the limit, or set the annotation pykvcache.io/staging to less."
+    most_bytes = max(STAGING_BYTES_MIN, int(STAGING_SHARE_MAX * limit_bytes) // workers)
+    if staging_bytes <= most_bytes:
+        return staging_bytes, (f"{found}: {advice}",)
+    return most_bytes, (f"{found}, and each worker gets {format_size(most_bytes)}: {advice}",)
 
 
 def _gpu_count(limits: Mapping[Any, Any]) -> int:

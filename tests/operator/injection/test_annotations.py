@@ -28,8 +28,9 @@ def test_annotations_of_others_and_odd_keys_of_ours_are_no_concern(injector, val
     given = {"__proto__": value, "pykvcache.io/other": value, "pykvcache.io/warnings": value}
     outcome = injector(injector.pod(annotations=given))
     assert outcome.result is Result.INJECTED
-    kept = {"__proto__": value, "pykvcache.io/other": value, "pykvcache.io/injected": "1.2.3"}
-    assert outcome.pod["metadata"]["annotations"] == kept
+    kept = {"__proto__": value, "pykvcache.io/other": value}
+    assert kept.items() <= outcome.pod["metadata"]["annotations"].items()
+    assert "pykvcache.io/warnings" not in outcome.pod["metadata"]["annotations"]
 
 
 @pytest.mark.parametrize("value", HOSTILE)
@@ -54,6 +55,26 @@ def test_a_pod_whose_annotations_are_full_is_left_as_it_is(injector):
 def test_bytes_count_not_characters(injector):
     pod = injector.pod(annotations={"a": "é" * (TOTAL_BYTES_MAX // 2)})
     assert injector(pod).reason is SkipReason.UNSUPPORTED_POD
+
+
+@pytest.mark.parametrize(
+    ("storage", "given", "then"),
+    [
+        ({"type": "NodeLocal", "capacityPerNode": "1Gi"}, None, "pykvcache-library"),
+        ({"type": "Ephemeral", "capacity": "1Gi"}, None, "pykvcache-library,pykvcache-pool"),
+        ({"type": "Ephemeral", "capacity": "1Gi"}, "shm, pykvcache-pool", "shm, pykvcache-pool,pykvcache-library"),
+    ],
+)
+def test_a_node_may_be_removed_with_volumes_of_ours_on_it(injector, storage, given, then):
+    name = "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"
+    pod = injector.pod(annotations={name: given} if given else {})
+    outcome = injector(pod, injector.pool(storage=storage))
+    assert outcome.pod["metadata"]["annotations"][name] == then
+
+
+def test_a_node_may_be_removed_as_before_where_no_volume_of_ours_lies_on_it(injector):
+    pod = injector.pod(annotations={"pykvcache.io/library": "ImageVolume"})
+    assert set(injector(pod).pod["metadata"]["annotations"]) == {"pykvcache.io/library", "pykvcache.io/injected"}
 
 
 def test_warnings_are_one_a_line_and_bounded(injector):

@@ -9,6 +9,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from harness.random_pods import anything, damaged, pods
+from pykvcache_operator.injection.annotations import LOCAL_VOLUMES_ANNOTATION
 from pykvcache_operator.injection.inject import inject
 from pykvcache_operator.injection.outcome import Result
 
@@ -71,6 +72,7 @@ def check_kept(before, after):
     for part in (metadata, changed_metadata):
         for name in ("injected", "skipped", "warnings"):
             (part.get("annotations") or {}).pop(f"pykvcache.io/{name}", None)
+        (part.get("annotations") or {}).pop(LOCAL_VOLUMES_ANNOTATION, None)
     assert changed_metadata == {**metadata, "annotations": metadata.get("annotations") or {}}
 
 

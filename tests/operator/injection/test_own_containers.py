@@ -1,5 +1,7 @@
 """Our own containers: their users, their resources, their ports."""
 
+import json
+
 import pytest
 
 EPHEMERAL = {"type": "Ephemeral", "capacity": "100Gi"}
@@ -166,6 +168,22 @@ def test_much_staging_memory_is_warned_of_and_no_limit_is_changed(injector, limi
     assert any("Staging memory" in warning for warning in outcome.warnings) is is_warned
     assert ("pykvcache.io/warnings" in outcome.pod["metadata"]["annotations"]) is is_warned
     assert outcome.pod["spec"]["containers"][0]["resources"] == {"limits": limits}
+
+
+@pytest.mark.parametrize(
+    ("limits", "staging", "given"),
+    [
+        ({"memory": "4Gi"}, "2Gi", 2 * 2**30),
+        ({"memory": "4Gi"}, "64Gi", 2 * 2**30),
+        ({"memory": "8Gi", "nvidia.com/gpu": "4"}, "2Gi", 2**30),
+        ({"memory": "16Mi"}, "1Gi", 2**24),
+        ({}, "64Gi", 64 * 2**30),
+    ],
+)
+def test_no_wish_takes_so_much_staging_memory_that_vllm_is_killed(injector, limits, staging, given):
+    pod = injector.pod(annotations={"pykvcache.io/staging": staging}, container={"resources": {"limits": limits}})
+    config = json.loads(injector(pod).pod["spec"]["containers"][0]["args"][-1])
+    assert config["kv_connector_extra_config"]["staging"] == given
 
 
 def test_the_memory_of_the_pod_counts_where_the_container_has_no_limit(injector):
