@@ -125,7 +125,7 @@ def test_a_crd_outlives_its_chart_and_has_short_names(plural):
 
 
 def test_there_is_an_example_of_each_way_to_store():
-    pools = [pool for pool in map(example, EXAMPLES) if pool["kind"] == names.POOL_KIND]
+    pools = [found for path in EXAMPLES for found in documents(path) if found["kind"] == names.POOL_KIND]
     storages = [KVCachePool.parse(pool).spec.storage for pool in pools]
     ways = {(storage.type.value, storage.volume.value, bool(storage.claim_name)) for storage in storages}
     assert ways == {
@@ -140,9 +140,8 @@ def test_there_is_an_example_of_each_way_to_store():
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_has_no_field_that_the_schema_does_not_know(path):
-    document = example(path)
-    if document["kind"] == names.POOL_KIND:
-        assert [] == list(unknown(schema(names.POOL_PLURAL), document, ""))
+    pools = [found for found in documents(path) if found["kind"] == names.POOL_KIND]
+    assert [] == [field for pool in pools for field in unknown(schema(names.POOL_PLURAL), pool, "")]
 
 
 def test_the_example_pod_mounts_the_example_pool():
@@ -153,8 +152,20 @@ def test_the_example_pod_mounts_the_example_pool():
     assert example(folder / "nodelocal.yaml")["metadata"]["name"] == "default"
 
 
+def test_the_example_of_vllm_is_labelled_for_the_example_pool():
+    folder = EXAMPLES[0].parent
+    deployment, *_ = documents(folder / "vllm.yaml")
+    pool = example(folder / "nodelocal.yaml")["metadata"]["name"]
+    assert deployment["spec"]["template"]["metadata"]["labels"][names.POOL_NAME_LABEL] == pool
+
+
+def documents(path: Path):
+    return list(yaml.safe_load_all(path.read_text()))
+
+
 def example(path: Path):
-    return yaml.safe_load(path.read_text())
+    (document,) = documents(path)
+    return document
 
 
 def unknown(node, value, path):
