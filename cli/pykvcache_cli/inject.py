@@ -4,7 +4,7 @@ import difflib
 import importlib.metadata
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,10 @@ def command(
         help="Whole name of the sidecar's image.  [default: REGISTRY/sidecar:VERSION]",
     ),
     pull_secret: list[str] = typer.Option(
-        [], "--pull-secret", metavar="NAME", help="Secret to pull these images with. May be repeated."
+        [],
+        "--pull-secret",
+        metavar="NAME",
+        help="Secret to pull these images with. May be repeated. A pod with one gets none from its service account.",
     ),
 ) -> None:
     """Add the cache to the vLLM pods of manifests, as the webhook would, and print the manifests.
@@ -173,8 +176,21 @@ def _inject_one(
     if is_ours_to_label and not _runs_vllm(pod, outcome):
         return  # nobody said it does
     if outcome.result is Result.INJECTED:
+        outcome = _with_pull_warning(outcome, pod, settings)
         change(template.node, _as_template(outcome.pod, template))
     yield Told(template, outcome)
+
+
+def _with_pull_warning(outcome: Outcome, pod: Mapping[str, Any], settings: InjectionSettings) -> Outcome:
+    """Warn of a pod that had no pull secrets: the API server gives those of the service account only to such pods.
+
+    The webhook has no such trouble: it comes after that.
+    """
+    if pod["spec"].get("imagePullSecrets") or not outcome.pod["spec"].get("imagePullSecrets"):
+        return outcome
+    names = ", ".join(settings.pull_secrets)
+    text = f"It had no imagePullSecrets, now {names}: those of its service account no longer count. Add them by hand."
+    return replace(outcome, warnings=(*outcome.warnings, text))
 
 
 def _runs_vllm(pod: Mapping[str, Any], outcome: Outcome) -> bool:

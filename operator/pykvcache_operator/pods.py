@@ -48,9 +48,10 @@ _COPIED = (
     "pod; the webhook passes such pods over. Remove the annotation from the pod's template"
 )
 _MISSED = (
-    "The webhook of py-kvcache did not see this pod, which runs without the cache. Either the webhook did not answer "
-    f"when the pod was made ({WEBHOOK_PODS}), or it does not look at this namespace (kube-system and those of "
-    "py-kvcache are left out), or the pod got its label later. Delete the pod: its replacement gets the cache"
+    "The webhook of py-kvcache left nothing on this pod, which runs without the cache. Either it did not answer when "
+    f"the pod was made ({WEBHOOK_PODS}), or the pod got its label later. Delete the pod then: its replacement gets the "
+    "cache. Or the webhook does not look at this namespace (kube-system and those of py-kvcache are left out), or the pod has "
+    "no room for an annotation, or the webhook has a defect, which its log shows"
 )
 
 

@@ -174,6 +174,14 @@ def test_as_a_plugin_of_kubectl_it_asks_the_cluster_for_the_pool(write, tmp_path
     assert "cache added" in result.stderr
 
 
+@pytest.mark.parametrize(("given", "is_warned"), [("", True), ("      imagePullSecrets: [{name: mine}]\n", False)])
+def test_a_pod_that_would_lose_the_pull_secrets_of_its_service_account_is_warned_of(run, write, given, is_warned):
+    text = LABELLED.replace("      containers:", f"{given}      containers:")
+    result = run("inject", "-f", write(text), "--pool-file", POOL, "--pull-secret", "ours")
+    assert "name: ours" in result.stdout
+    assert ("service account" in result.stderr) is is_warned
+
+
 def test_a_label_in_a_manifest_is_never_an_option_of_kubectl(write, tmp_path, monkeypatch):
     kubectl = tmp_path / "kubectl"
     kubectl.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/asked; exit 1\n')

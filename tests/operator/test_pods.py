@@ -130,6 +130,8 @@ def test_each_kind_of_bad_news_has_its_event(pod):
     reason, note = told(None, facts_of(pod))
     assert reason == "CacheNotInjected"
     assert "Delete the pod" in note
+    assert "namespace" in note
+    assert "defect, which its log shows" in note
     assert len(note.encode()) < 1024
     warned = facts_of(pod, annotations={**INJECTED, WARNINGS_ANNOTATION: "short of memory"})
     assert told(None, warned) == ("CacheWarnings", "short of memory")

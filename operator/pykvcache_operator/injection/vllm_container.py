@@ -183,8 +183,8 @@ def _warnings(command: commands.Command, present: Present | None) -> list[str]:
         )
     if any(_SEVERAL_PODS_SCRIPT in token or _RAY_START.search(token) for token in command.tokens):
         warnings.append(
-            "One engine over several pods runs without the cache: each of its pods would need the library. Engines that "
-            "stay within a pod have it."
+            "One engine over several pods runs without the cache: each of its pods would need the library. Engines "
+            "that stay within a pod have it."
         )
     return warnings
 
