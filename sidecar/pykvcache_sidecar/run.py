@@ -7,7 +7,6 @@ a kill leaves behind is a count that errs upwards until the next scan.
 
 import logging
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import typer
 
 from pykvcache_contract.errors import ConfigurationError, PoolUnavailableError
 from pykvcache_contract.units import format_size
+from pykvcache_sidecar import signals
 from pykvcache_sidecar.book import Book
 from pykvcache_sidecar.care import Care, PatientCare
 from pykvcache_sidecar.policy import DEFAULT_POLICY, POLICY_NAMES
@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 EXIT_UNUSABLE = 2
 END_SECONDS = 1.2
 """How long the end waits for the caring thread; a disk that hangs longer is left alone."""
-_END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _DAY_SECONDS = 86_400
 _HOUR_SECONDS = 3_600
 
@@ -126,11 +125,11 @@ def care(settings: CareSettings, *, host: str, port: int) -> None:
     Raises:
         ConfigurationError, PoolUnavailableError: the start failed; nothing runs.
     """
-    if os.path.isdir(settings.pool_directory):
-        settings.check_mount()
-    pool = open_pool(settings.pool_directory, create=True)
+    with signals.released():
+        if os.path.isdir(settings.pool_directory):
+            settings.check_mount()
+        pool = open_pool(settings.pool_directory, create=True)
     book, stopped = Book(settings), threading.Event()
-    _hold_signals()
     server = serve(PoolAnswers(book).paths, host=host, port=port)
     logger.info("%s; listening on %s:%s", _announcement(settings, pool.uid), host, server.server_address[1])
     _until_signal(Care(settings=settings, pool=pool, book=book, stopped=stopped).run, server=server, stopped=stopped)
@@ -142,8 +141,8 @@ def care_patiently(settings: CareSettings, *, host: str, port: int) -> None:
     Raises:
         ConfigurationError: the host is no address of this machine; nothing runs.
     """
+    signals.hold()
     book, stopped = Book(settings), threading.Event()
-    _hold_signals()
     answers = PoolAnswers(book, is_patient=True).paths
     try:
         server = serve(answers, host=host, port=port)
@@ -154,16 +153,10 @@ def care_patiently(settings: CareSettings, *, host: str, port: int) -> None:
     _until_signal(PatientCare(settings=settings, book=book, stopped=stopped).run, server=server, stopped=stopped)
 
 
-def _hold_signals() -> None:
-    # Blocked before threads begin, and fetched later: no handler, which could run anywhere, and it also works as a
-    # container's first process.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _END_SIGNALS)
-
-
 def _until_signal(caring: Callable[[], None], *, server: ThreadingHTTPServer, stopped: threading.Event) -> None:
     thread = threading.Thread(target=caring, name="pykvcache-care", daemon=True)
     thread.start()
-    signal.sigwait(_END_SIGNALS)
+    signals.wait()
     stopped.set()
     server.shutdown()
     server.server_close()

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from pykvcache_contract.errors import ConfigurationError, PyKVCacheError
 from pykvcache_contract.units import format_size, parse_size
+from pykvcache_sidecar import signals
 from pykvcache_sidecar.costs import read_costs
 from pykvcache_sidecar.policy import POLICY_NAMES
 from pykvcache_sidecar.replay import Bounds, Endless, Replay, Tally, saved_work, total
@@ -82,6 +83,7 @@ def command(
 
     Example: pykvcache-sidecar simulate requests.jsonl --capacity 64GiB --capacity 256GiB --pool /var/cache/kv
     """
+    signals.release()
     try:
         bounds = [_bounds(text, high=high, low=low, interval=interval) for text in dict.fromkeys(capacity)]
         costs = _read_costs(pool) if pool else {}

@@ -34,6 +34,8 @@ BLOCK_BYTES = 16_384
 # After everything is imported, because another user may not reach the interpreter's own files.
 BECOME_ANOTHER_USER = """
 import codecs, os
+from pykvcache_sidecar import signals
+signals.hold()
 from pykvcache_sidecar import run
 
 codecs.lookup("ascii")

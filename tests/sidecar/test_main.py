@@ -7,7 +7,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from pykvcache_sidecar.main import app
+from pykvcache_sidecar.commands import app
 
 WITHOUT = """
 import sys

@@ -14,6 +14,8 @@ pytestmark = pytest.mark.slow
 
 OPTIONS = ("--patient", "--capacity", "1GiB", "--scrub-rate", 0)
 HANG = """
+from pykvcache_sidecar import signals
+signals.hold()
 import threading
 from pykvcache_sidecar import care, server
 server.TICK_SECONDS_MAX = 0.3

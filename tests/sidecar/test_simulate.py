@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from pykvcache_sidecar.main import app
+from pykvcache_sidecar.commands import app
 
 SMALL, LARGE = "5a" * 6, "1a" * 6
 MIB = 2**20

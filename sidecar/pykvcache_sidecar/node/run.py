@@ -9,11 +9,11 @@ whatever they do: mounts stay, pods go on, and what a kill leaves behind the nex
 import importlib.metadata
 import logging
 import os
-import signal
 import threading
 
 from pykvcache_contract.api.node import DISKS_MAX, POOLS_MAX, AgentStatus
 from pykvcache_contract.errors import ConfigurationError
+from pykvcache_sidecar import signals
 from pykvcache_sidecar.node.answers import NodeAnswers, Views
 from pykvcache_sidecar.node.api import Api, load_configuration
 from pykvcache_sidecar.node.cluster import Cluster
@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 END_SECONDS = 0.5
 """How long the end waits for calls of kubelet that are at work."""
 DRIVER_CHECK_SECONDS = 5.0
-_END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run(settings: NodeSettings, *, host: str, port: int) -> None:
@@ -46,12 +45,10 @@ def run(settings: NodeSettings, *, host: str, port: int) -> None:
     Raises:
         ConfigurationError: the start failed; nothing runs.
     """
+    signals.hold()
     agent = Agent(settings)
-    # Blocked here, before threads begin, and fetched below: no handler, which could run anywhere, and it also works as
-    # a container's first process.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _END_SIGNALS)
     agent.start(host=host, port=port)
-    signal.sigwait(_END_SIGNALS)
+    signals.wait()
     agent.stop()
     logger.info("stopped")
     # Threads that sit on a disk or on the network are left alone: they hold nothing that the next start needs.
