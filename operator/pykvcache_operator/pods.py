@@ -50,8 +50,8 @@ _COPIED = (
 _MISSED = (
     "The webhook of py-kvcache left nothing on this pod, which runs without the cache. Either it did not answer when "
     f"the pod was made ({WEBHOOK_PODS}), or the pod got its label later. Delete the pod then: its replacement gets the "
-    "cache. Or the webhook does not look at this namespace (kube-system and those of py-kvcache are left out), or the pod has "
-    "no room for an annotation, or the webhook has a defect, which its log shows"
+    "cache. Or the webhook does not look at this namespace (kube-system and those of py-kvcache are left out), or "
+    "the pod has no room for an annotation, or the webhook has a defect, which its log shows"
 )
 
 
