@@ -2,6 +2,7 @@
 
 import os
 import stat
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pykvcache_contract.keys import fingerprint_of
+from pykvcache_storage import sharing
 from pykvcache_storage.pool import open_pool
 from pykvcache_storage.usage import UsageLedger
 
@@ -17,6 +19,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as
 IDENTITY = {"engine": {"model": "test/llama"}, "epoch": None}
 FOLDER = fingerprint_of(IDENTITY)[:12]
 VLLM, SIDECAR = 2000, 3000
+NOBODY = 0xFFFFFFFF
 AS_USER = """
 import os, sys
 from pykvcache_storage import pool, usage, sharing
@@ -127,3 +130,47 @@ def test_what_another_user_owns_is_left_alone(volume):
     (volume / FOLDER).chmod(0o755)
     assert run_as(VLLM, STORE, volume) != ""
     assert stat.S_IMODE((volume / FOLDER).stat().st_mode) == 0o755
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o770])
+def test_a_group_that_the_kernel_does_not_hand_down_gets_nothing(volume, mode):
+    os.chown(volume, 0, 4000)
+    volume.chmod(mode)
+    assert run_as(VLLM, STORE, volume, group=4000) == ""
+    made = [path.stat() for path in volume.rglob("*")]
+    assert made
+    assert [oct(status.st_mode) for status in made if status.st_mode & stat.S_IWGRP] == []
+
+
+def test_what_an_administrator_said_by_acl_stays(volume):
+    # What `setfacl -m u:3000:rwx -m d:u:3000:rwx` makes of a directory whose group may read only.
+    named = struct.pack("<I" + "HHI" * 5, 2, 1, 7, NOBODY, 2, 7, SIDECAR, 4, 5, NOBODY, 16, 7, NOBODY, 32, 5, NOBODY)
+    volume.chmod(0o755)
+    os.chown(volume, VLLM, 0)
+    for name in ("system.posix_acl_access", "system.posix_acl_default"):
+        os.setxattr(volume, name, named)
+    assert volume.stat().st_mode & stat.S_IWGRP, "the mask"
+    assert run_as(VLLM, STORE, volume) == ""
+    assert os.getxattr(volume / FOLDER, "system.posix_acl_default") == named
+    assert run_as(SIDECAR, LOOK_AFTER, volume) == ""
+
+
+def test_a_hard_link_is_left_alone(volume):
+    secret = volume / "elsewhere"
+    secret.write_text("secret")
+    secret.chmod(0o600)
+    os.link(secret, volume / "usage")
+    sharing.share_file(str(volume / "usage"))
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    (volume / "usage").unlink()
+    sharing.share_file(str(secret))
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o666
+
+
+def test_the_acl_is_one_that_the_kernel_takes_for_the_mode(volume):
+    folder = volume / "folder"
+    folder.mkdir(mode=0o700)
+    sharing.share_folder(str(folder), pool_directory=str(volume))
+    (folder / "below").mkdir()
+    assert stat.S_IMODE((folder / "below").stat().st_mode) == 0o777
+    assert os.listxattr(folder) == ["system.posix_acl_default"]
