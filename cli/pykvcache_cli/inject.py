@@ -229,6 +229,16 @@ def _print(manifest: Manifest, *, as_diff: bool, is_first: bool) -> None:
     sys.stdout.write(text)
 
 
+def _has_it_already(outcome: Outcome) -> str:
+    version = (outcome.pod["metadata"].get("annotations") or {}).get(INJECTED_ANNOTATION)
+    text = "left as it is, it has the cache already"
+    if version in (None, importlib.metadata.version("py-kvcache")):
+        return text
+    return (
+        f"{text}, by version {escape(printable(str(version)))}. To renew it remove the annotation {INJECTED_ANNOTATION}"
+    )
+
+
 def _tell(tellings: Iterable[Told]) -> None:
     console = stderr()
     is_any = False
@@ -237,7 +247,7 @@ def _tell(tellings: Iterable[Told]) -> None:
         outcome = told.outcome
         text = {
             Result.INJECTED: "[green]cache added[/]",
-            Result.UNCHANGED: "left as it is, it has the cache already",
+            Result.UNCHANGED: _has_it_already(outcome),
             Result.SKIPPED: f"[yellow]no cache[/]: {escape(outcome.message)}",
             Result.REJECTED: f"[red]refused[/]: {escape(outcome.message)}",
         }[outcome.result]

@@ -1,9 +1,11 @@
 """`pykvcache inject`: the webhook's change, made to manifests of all forms, and nothing else changed."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from pykvcache_cli.kubectl import PROGRAM
@@ -67,6 +69,19 @@ def test_doing_it_twice_changes_nothing_more(run, write):
     again = run("inject", "-f", write(once), "--pool-file", POOL)
     assert (again.exit_code, again.stdout) == (0, once)
     assert "has the cache already" in again.stderr
+    assert "To renew it" not in again.stderr
+
+
+def test_what_another_version_did_is_renewed_when_its_annotation_is_taken_away(run, write):
+    once = run("inject", "-f", write(LABELLED), "--pool-file", POOL).stdout
+    older = re.sub(r"(pykvcache.io/injected: ).*", r"\g<1>0.1.0", once).replace("connector:", "connector:old-")
+    told = run("inject", "-f", write(older), "--pool-file", POOL)
+    assert "by version 0.1.0" in told.stderr
+    assert told.stdout == older
+    bare = re.sub(r" *pykvcache.io/injected: .*\n", "", older)
+    renewed = run("inject", "-f", write(bare), "--pool-file", POOL)
+    assert renewed.exit_code == 0, renewed.output
+    assert next(yaml.safe_load_all(renewed.stdout)) == next(yaml.safe_load_all(once))
 
 
 @pytest.mark.parametrize("containers", ["{name: a, image: nginx}, {name: b, image: nginx}", "{name: a, image: redis}"])

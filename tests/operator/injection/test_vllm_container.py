@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pykvcache_connector.transfer_configs import without_our_arguments
 from pykvcache_contract.injection import SkipReason
 from pykvcache_operator.injection.outcome import Reject, Skip
 from pykvcache_operator.injection.transfer_config import TransferOptions, ours, to_json
@@ -103,6 +104,14 @@ def test_a_python_that_ignores_our_variables_is_left_without_the_cache(command):
     with pytest.raises(Skip, match="does not see the variables") as caught:
         configured(command=command)
     assert caught.value.reason is SkipReason.UNSUPPORTED_POD
+
+
+@pytest.mark.parametrize("args", [[], ["--port", "1"], ["--prefix-caching-hash-algo", "sha256"]])
+def test_the_plugin_can_take_away_exactly_what_was_appended(args):
+    given = ["serve", "m", *args]
+    container = configured(command=["vllm"], args=given).container
+    assert len(container["args"]) > len(given)
+    assert without_our_arguments(container["args"]) == given
 
 
 NO_LIBRARY = TransferOptions(staging_bytes=1, block_tokens=1, create_pool=True, library_path="")
