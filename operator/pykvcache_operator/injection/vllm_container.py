@@ -45,6 +45,11 @@ _MERGE_NEEDS_LIBRARY = (
 )
 
 
+APPLIED_ANNOTATION = "kubectl.kubernetes.io/last-applied-configuration"
+"""On what `kubectl apply` made itself. A second apply of such a pod would fail at arguments of ours: it takes the list
+as a whole, and a pod's cannot change. Variables are merged by their names and stay."""
+
+
 class OnConflict(Enum):
     """What becomes of a pod that has a kv-transfer-config of its own."""
 
@@ -82,6 +87,7 @@ def configure(
     present = find(command, variables.values)
     config = ours(options) if present is None else _resolve(present, on_conflict, options)
     is_certain = bool(options.library_path) and _is_certain(command, variables)
+    is_certain = is_certain and APPLIED_ANNOTATION not in annotations
     as_arguments = command.arguments is not None and (present is not None or is_certain)
     entries, warnings = environment.extend(
         variables,

@@ -32,6 +32,14 @@ def configured(on_conflict=None, options=OPTIONS, **container):
         assert given_container == before
 
 
+def test_a_pod_that_kubectl_applied_itself_is_told_by_a_variable_so_that_it_can_be_applied_again():
+    container = {"name": "c", "command": ["vllm", "serve"], "args": ["m"]}
+    applied = {"kubectl.kubernetes.io/last-applied-configuration": "{}"}
+    changed = configure(container, options=OPTIONS, annotations=applied, version="1.2").container
+    assert changed["args"] == ["m"]
+    assert variables(changed)[VARIABLE] == OURS
+
+
 def variables(container):
     return {entry["name"]: entry.get("value") for entry in container["env"]}
 
