@@ -35,8 +35,8 @@ from typing import Any
 
 from pykvcache_connector.scheduler.index import Index
 from pykvcache_contract.keys import BlockKey, Fingerprint
-from pykvcache_contract.names import CONNECTOR_CLASS, CONNECTOR_MODULE
 from pykvcache_contract.paths import block_path
+from pykvcache_contract.transfer_config import transfer_config
 
 SCHEDULER_GOAL_MS = 1.0
 KEY_LENGTH = 36
@@ -218,12 +218,7 @@ def _engine_arguments(options: argparse.Namespace, pool: str) -> dict[str, Any]:
         "enforce_eager": True,
         "skip_tokenizer_init": True,
         "tensor_parallel_size": options.ranks,
-        "kv_transfer_config": {
-            "kv_connector": CONNECTOR_CLASS,
-            "kv_connector_module_path": CONNECTOR_MODULE,
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": extra,
-        },
+        "kv_transfer_config": transfer_config(extra),
     }
 
 

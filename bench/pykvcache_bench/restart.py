@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pykvcache_contract.header import HEADER_SIZE_BYTES, decode_header
-from pykvcache_contract.names import CONNECTOR_CLASS, CONNECTOR_MODULE
+from pykvcache_contract.transfer_config import transfer_config
 
 COUNTERS = (
     "hit_tokens_total",
@@ -229,18 +229,15 @@ def _engine_arguments(options: dict[str, Any]) -> dict[str, Any]:
         "seed": 0,
     }
     if options["pool"]:
-        arguments["kv_transfer_config"] = {
-            "kv_connector": CONNECTOR_CLASS,
-            "kv_connector_module_path": CONNECTOR_MODULE,
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
+        arguments["kv_transfer_config"] = transfer_config(
+            {
                 "pool": options["pool"],
                 "staging": options["staging"],
                 "capacity": options["capacity"],
                 "block_size": options["offload_block"],
                 **dict(option.split("=", 1) for option in options["option"]),
-            },
-        }
+            }
+        )
     return arguments
 
 

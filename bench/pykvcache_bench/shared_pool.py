@@ -44,7 +44,7 @@ from pykvcache_contract.metrics import (
     LOOKUP_TOKENS,
     SCRUBBED_BYTES,
 )
-from pykvcache_contract.names import CONNECTOR_CLASS, CONNECTOR_MODULE
+from pykvcache_contract.transfer_config import vllm_flags
 from pykvcache_contract.units import format_size, round_up
 
 DTYPE_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -145,14 +145,7 @@ def _serve_flags(options: argparse.Namespace) -> list[str]:
 
 def _connector_flags(pool: Path, capacity: int, trace: Path, options: argparse.Namespace) -> list[str]:
     ours = {"pool": str(pool), "capacity": capacity, "staging": options.staging, "trace": str(trace)}
-    config = {
-        "kv_connector": CONNECTOR_CLASS,
-        "kv_connector_module_path": CONNECTOR_MODULE,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {**ours, "block_size": options.offload_block},
-    }
-    return ["--prefix-caching-hash-algo", "sha256_cbor", "--kv-transfer-config", json.dumps(config)]
+    return vllm_flags({**ours, "block_size": options.offload_block})
 
 
 def _serve(

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pykvcache_contract.names import CONNECTOR_CLASS, CONNECTOR_MODULE
+from pykvcache_contract.transfer_config import transfer_config
 from pykvcache_contract.units import HUGE_PAGE_SIZE_BYTES, format_size, parse_size, round_up
 from pykvcache_storage.memory import StagingMemory
 
@@ -224,16 +224,13 @@ def _engine_arguments(options: dict[str, Any]) -> dict[str, Any]:
         "disable_log_stats": False,
     }
     if options["pool"]:
-        arguments["kv_transfer_config"] = {
-            "kv_connector": CONNECTOR_CLASS,
-            "kv_connector_module_path": CONNECTOR_MODULE,
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
+        arguments["kv_transfer_config"] = transfer_config(
+            {
                 "pool": options["pool"],
                 "staging": options["staging"],
                 "block_size": options["offload_block"],
-            },
-        }
+            }
+        )
     return arguments
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from pykvcache_bench.files import make_blocks
 from pykvcache_contract.keys import Fingerprint
-from pykvcache_contract.names import CONNECTOR_CLASS, CONNECTOR_MODULE
+from pykvcache_contract.transfer_config import transfer_config
 from pykvcache_storage.usage import Usage, UsageLedger
 
 WAIT_SECONDS_MAX = 600.0
@@ -170,17 +170,14 @@ def _engine_arguments(options: argparse.Namespace, pool: str | None) -> dict[str
         "distributed_executor_backend": UniProcExecutor,
     }
     if pool:
-        arguments["kv_transfer_config"] = {
-            "kv_connector": CONNECTOR_CLASS,
-            "kv_connector_module_path": CONNECTOR_MODULE,
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
+        arguments["kv_transfer_config"] = transfer_config(
+            {
                 "pool": pool,
                 "staging": "64MiB",
                 "capacity": 1 << 60,  # a million files without content look like terabytes
                 "block_size": options.offload_block,
-            },
-        }
+            }
+        )
     return arguments
 
 

@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pykvcache_contract.names import CONNECTOR_CLASS, CONNECTOR_MODULE, METRIC_PREFIX
+from pykvcache_contract.names import METRIC_PREFIX
+from pykvcache_contract.transfer_config import transfer_config
 
 SETTLE_SECONDS_MAX = 60.0
 _CHILD = "import json, sys; from pykvcache_bench.turns import serve; serve(json.loads(sys.argv[1]))"
@@ -211,5 +212,4 @@ def _connector(options: dict[str, Any]) -> dict[str, Any]:
     if options["pool"] is None:
         return {}
     ours = {"pool": options["pool"], "staging": options["staging"], "block_size": options["offload_block"]}
-    transfer = {"kv_connector": CONNECTOR_CLASS, "kv_connector_module_path": CONNECTOR_MODULE, "kv_role": "kv_both"}
-    return {"kv_transfer_config": {**transfer, "kv_connector_extra_config": ours}}
+    return {"kv_transfer_config": transfer_config(ours)}

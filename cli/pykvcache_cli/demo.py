@@ -19,8 +19,8 @@ from rich.table import Table
 from pykvcache_cli.console import EXIT_PROBLEM, fail, stderr, stdout
 from pykvcache_cli.tiny_model import make_tiny_model
 from pykvcache_cli.vllm_args import ENVIRONMENT as POOL_ENVIRONMENT
-from pykvcache_cli.vllm_args import connector_arguments
 from pykvcache_cli.vllm_server import Completion, ServerError, VllmServer, running
+from pykvcache_contract.transfer_config import vllm_flags
 from pykvcache_contract.units import format_size
 from pykvcache_storage.inventory import summarise
 
@@ -101,7 +101,7 @@ def _run(folder: Path, pool: Path, show: Any) -> list[Row]:
     make_tiny_model(model)
     prompts = _prompts()
     plain = _answers("without py-kvcache", folder, model, [], prompts, show)
-    flags = connector_arguments({"pool": str(pool), **OPTIONS})
+    flags = vllm_flags({"pool": str(pool), **OPTIONS})
     cold = _answers("with an empty pool", folder, model, flags, prompts, show)
     warm = _answers("restarted, with the filled pool", folder, model, flags, prompts, show)
     return [

@@ -3,14 +3,13 @@
 import json
 import os
 import shlex
-from typing import Any
 
 import typer
 
 from pykvcache_cli.console import fail, printable, stderr
 from pykvcache_connector.settings import Settings
 from pykvcache_contract.errors import ConfigurationError, PoolUnavailableError
-from pykvcache_contract.names import CONNECTOR_CLASS, CONNECTOR_MODULE, SPEC_CLASS, SPEC_MODULE
+from pykvcache_contract.transfer_config import vllm_flags
 from pykvcache_storage.pool import NotYetAPoolError, open_pool
 
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}
@@ -54,7 +53,7 @@ def command(
         _prepare(directory)
     except (ConfigurationError, PoolUnavailableError) as error:
         fail(printable(str(error)))
-    arguments = connector_arguments(options)
+    arguments = vllm_flags(options)
     if output == "json":
         print(json.dumps({"env": ENVIRONMENT, "args": arguments}, indent=2))
     else:
@@ -75,19 +74,6 @@ def _prepare(directory: str) -> None:
         open_pool(directory, create=False)
     except NotYetAPoolError:
         return
-
-
-def connector_arguments(options: dict[str, Any]) -> list[str]:
-    """Return vLLM's flags for a pool; `options` are ours and vLLM's `block_size`."""
-    config = {
-        "kv_connector": CONNECTOR_CLASS,
-        "kv_connector_module_path": CONNECTOR_MODULE,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"spec_name": SPEC_CLASS, "spec_module_path": SPEC_MODULE, **options},
-    }
-    transfer = json.dumps(config, separators=(",", ":"))
-    return ["--prefix-caching-hash-algo", "sha256_cbor", "--kv-transfer-config", transfer]
 
 
 def _shell_text(arguments: list[str], model: str) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pykvcache_connector import preflight, reach, transfer_configs
-from pykvcache_contract.names import CONNECTOR_CLASS, CONNECTOR_MODULE
+from pykvcache_contract.names import CONNECTOR_CLASS, CONNECTOR_MODULE, HASH_ALGORITHM, MULTI_CONNECTOR
 
 logger = logging.getLogger("vllm.pykvcache")
 
@@ -104,7 +104,7 @@ def _adopt(arguments: Any, transfer_config: str) -> str:
         except Exception as error:  # not JSON, or fields that this vLLM does not know
             return f"{preflight.image()}, which does not take the kv-transfer-config of injection: {_brief(error)}"
         if arguments.prefix_caching_hash_algo == type(arguments).prefix_caching_hash_algo:
-            arguments.prefix_caching_hash_algo = transfer_configs.HASH
+            arguments.prefix_caching_hash_algo = HASH_ALGORITHM
     elif given is not None and transfer_config and not transfer_configs.has_ours(given):
         name = transfer_configs.connector(given)
         return f"vLLM is given a kv-transfer-config of its own, with {name}. Leave it out to have the cache"
@@ -142,7 +142,7 @@ def _why_not_merged(transfer_config: Any) -> str:
     Up to 0.25 or so a MultiConnector shows blocks only to the connector that loads them. The others do not see that a
     block which they still copy is given to another request: they would store its bytes under the wrong key.
     """
-    if transfer_configs.connector(transfer_config) != transfer_configs.MULTI:
+    if transfer_configs.connector(transfer_config) != MULTI_CONNECTOR:
         return ""
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
@@ -174,7 +174,7 @@ def _keep_inputs_closed(arguments: Any, config: Any) -> None:
 
 def _make_known(transfer_config: Any) -> None:
     """Tell vLLM our module where it asks by the class's name: for the statistics of a MultiConnector's parts."""
-    if transfer_configs.connector(transfer_config) != transfer_configs.MULTI:
+    if transfer_configs.connector(transfer_config) != MULTI_CONNECTOR:
         return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

@@ -10,14 +10,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pykvcache_contract.names import CONNECTOR_CLASS
-
-MULTI = "MultiConnector"
-"""vLLM's connector of connectors; the others are listed in its extra config."""
-FLAG = "--kv-transfer-config"
-HASH_FLAG = "--prefix-caching-hash-algo"
-HASH = "sha256_cbor"
-"""The hash that is the same in every process and Python; injection asks for it where users name none."""
+from pykvcache_contract.names import (
+    CONNECTOR_CLASS,
+    HASH_ALGORITHM,
+    HASH_FLAG,
+    MULTI_CONNECTOR,
+    TRANSFER_CONFIG_FLAG,
+)
 
 
 def connector(config: Any) -> str:
@@ -28,7 +27,7 @@ def connector(config: Any) -> str:
 def has_ours(config: Any) -> bool:
     """Return whether a configuration (vLLM's object, its JSON as a dictionary, or None) makes vLLM load us."""
     name = connector(config)
-    return name == CONNECTOR_CLASS or (name == MULTI and any(has_ours(child) for child in _children(config)))
+    return name == CONNECTOR_CLASS or (name == MULTI_CONNECTOR and any(has_ours(child) for child in _children(config)))
 
 
 def without_ours(config: Any) -> Any:
@@ -38,7 +37,7 @@ def without_ours(config: Any) -> Any:
     """
     if not has_ours(config):
         return config
-    rest = [child for child in _children(config) if not has_ours(child)] if connector(config) == MULTI else []
+    rest = [child for child in _children(config) if not has_ours(child)] if connector(config) == MULTI_CONNECTOR else []
     if not rest:
         return None
     if len(rest) == 1:
@@ -52,11 +51,11 @@ def without_ours(config: Any) -> Any:
 
 
 def without_our_arguments(arguments: list[str]) -> list[str]:
-    """Return a command line without what injection appended: `FLAG JSON`, perhaps with `HASH_FLAG HASH` before it.
+    """Return a command line without what injection appended: its flag with our JSON, and just before it our hash.
 
     vLLM takes the last of several equal flags, so ours is the last; a user's own, before it, counts again.
     """
-    positions = [index for index, argument in enumerate(arguments[:-1]) if argument == FLAG]
+    positions = [index for index, argument in enumerate(arguments[:-1]) if argument == TRANSFER_CONFIG_FLAG]
     if not positions:
         return list(arguments)
     at = positions[-1]
@@ -67,8 +66,8 @@ def without_our_arguments(arguments: list[str]) -> list[str]:
     if not isinstance(config, dict) or not has_ours(config):
         return list(arguments)
     rest = without_ours(config)
-    start = at - 2 if arguments[max(0, at - 2) : at] == [HASH_FLAG, HASH] else at
-    kept = [] if rest is None else [FLAG, json.dumps(rest)]
+    start = at - 2 if arguments[max(0, at - 2) : at] == [HASH_FLAG, HASH_ALGORITHM] else at
+    kept = [] if rest is None else [TRANSFER_CONFIG_FLAG, json.dumps(rest)]
     return arguments[:start] + kept + arguments[at + 2 :]
 
 

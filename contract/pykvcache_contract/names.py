@@ -14,6 +14,12 @@ CONNECTOR_CLASS = "PyKVCacheConnector"
 CONNECTOR_MODULE = "pykvcache_connector.connector"
 SPEC_CLASS = "PyKVCacheSpec"
 SPEC_MODULE = "pykvcache_connector.spec"
+MULTI_CONNECTOR = "MultiConnector"
+"""vLLM's connector of connectors; the others are listed in its extra config."""
+TRANSFER_CONFIG_FLAG = "--kv-transfer-config"
+HASH_FLAG = "--prefix-caching-hash-algo"
+HASH_ALGORITHM = "sha256_cbor"
+"""vLLM's default pickles, so its hashes differ between minor versions of Python; these do not."""
 
 # ---- the Kubernetes API ----
 

@@ -10,27 +10,23 @@ from typing import Any
 from pykvcache_contract.injection import SkipReason
 from pykvcache_contract.names import (
     CONNECTOR_CLASS,
-    CONNECTOR_MODULE,
+    HASH_FLAG,
     LIBRARY_PATH,
+    MULTI_CONNECTOR,
     POOL_PATH,
-    SPEC_CLASS,
-    SPEC_MODULE,
+    TRANSFER_CONFIG_FLAG,
     TRANSFER_CONFIG_VARIABLE,
 )
+from pykvcache_contract.transfer_config import transfer_config
 from pykvcache_operator.injection.commands import Command
 from pykvcache_operator.injection.outcome import Skip
 
-FLAG = "--kv-transfer-config"
-HASH_FLAG = "--prefix-caching-hash-algo"
-HASH_ALGORITHM = "sha256_cbor"
-"""vLLM's default pickles, so its hashes differ between minor versions of Python; these do not."""
 _OFFLOADING_FLAG = "--kv-offloading-size"
-_SHORTEST = {FLAG: "--kv-t", HASH_FLAG: "--prefix-cachi", _OFFLOADING_FLAG: "--kv-offloading-s"}
+_SHORTEST = {TRANSFER_CONFIG_FLAG: "--kv-t", HASH_FLAG: "--prefix-cachi", _OFFLOADING_FLAG: "--kv-offloading-s"}
 """vLLM's parser accepts abbreviations; shorter ones are ambiguous (0.22.1, 0.32.0)."""
 _IN_TEXT = re.compile(r"--kv[-_](?:t[a-z_-]*|offloading[-_]s[a-z_-]*)")
 _NO_VALUE = "(none)"
 """A flag without a value, with which vLLM ends."""
-MULTI_CONNECTOR = "MultiConnector"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +68,7 @@ class Present:
 
 def ours(options: TransferOptions) -> dict[str, Any]:
     """Return the kv-transfer-config of a pool. vLLM starts with it whether or not the pool can be used."""
-    extra = {
-        "spec_name": SPEC_CLASS,
-        "spec_module_path": SPEC_MODULE,
+    told = {
         "pool": options.pool_path,
         "staging": options.staging_bytes,
         "block_size": options.block_tokens,
@@ -82,19 +76,8 @@ def ours(options: TransferOptions) -> dict[str, Any]:
         "create_pool": options.create_pool,
     }
     if options.capacity_bytes:
-        extra["capacity"] = options.capacity_bytes
-    return {
-        "kv_connector": CONNECTOR_CLASS,
-        "kv_connector_module_path": CONNECTOR_MODULE,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }
-
-
-def to_json(config: Mapping[str, Any]) -> str:
-    """Return a configuration as an argument or a variable of a container."""
-    return json.dumps(config, separators=(",", ":"))
+        told["capacity"] = options.capacity_bytes
+    return transfer_config(told)
 
 
 def find(command: Command, variables: Mapping[str, str]) -> Present | None:
@@ -122,10 +105,10 @@ def _among(arguments: Sequence[str]) -> Present | None:
         name = argument.partition("=")[0]
         if is_flag(name, _OFFLOADING_FLAG):
             return Present(name, None, "It makes vLLM use another connector whatever else is given.")
-        if "." in name and is_flag(name.partition(".")[0], FLAG):
+        if "." in name and is_flag(name.partition(".")[0], TRANSFER_CONFIG_FLAG):
             return Present(name, None, "Its dotted form would override ours. Give it as one JSON value.")
-    value = value_of(arguments, FLAG)
-    return Present(FLAG, value, "", CONNECTOR_CLASS in value) if value else None
+    value = value_of(arguments, TRANSFER_CONFIG_FLAG)
+    return Present(TRANSFER_CONFIG_FLAG, value, "", CONNECTOR_CLASS in value) if value else None
 
 
 def value_of(arguments: Sequence[str], flag: str) -> str:

@@ -10,25 +10,18 @@ from typing import Any
 from pykvcache_contract.injection import SkipReason
 from pykvcache_contract.names import (
     CONNECTOR_CLASS,
+    HASH_ALGORITHM,
+    HASH_FLAG,
     INJECTED_VARIABLE,
     LIBRARY_ANNOTATION,
     ON_CONFLICT_ANNOTATION,
+    TRANSFER_CONFIG_FLAG,
     TRANSFER_CONFIG_VARIABLE,
 )
+from pykvcache_contract.transfer_config import to_json
 from pykvcache_operator.injection import commands, environment
 from pykvcache_operator.injection.outcome import Document, Reject, Skip
-from pykvcache_operator.injection.transfer_config import (
-    FLAG,
-    HASH_ALGORITHM,
-    HASH_FLAG,
-    Present,
-    TransferOptions,
-    find,
-    merged,
-    ours,
-    to_json,
-    value_of,
-)
+from pykvcache_operator.injection.transfer_config import Present, TransferOptions, find, merged, ours, value_of
 
 _REPLACES = {
     name: re.compile(rf"{name}=(?<!\w{name}=)(?!\S{{0,200}}\$\{{?{name})")
@@ -130,7 +123,8 @@ def _without_ours(container: Mapping[str, Any]) -> Document:
         return bare
     bare["env"] = [entry for entry in entries.entries if not _is_our_variable(entry)]
     arguments = list(commands.strings(container, "args"))
-    places = [index for index, pair in enumerate(pairwise(arguments)) if pair[0] == FLAG and CONNECTOR_CLASS in pair[1]]
+    pairs = enumerate(pairwise(arguments))
+    places = [index for index, (flag, value) in pairs if flag == TRANSFER_CONFIG_FLAG and CONNECTOR_CLASS in value]
     if places:
         start = places[-1]
         del arguments[start : start + 2]
@@ -167,7 +161,7 @@ def _resolve(present: Present, on_conflict: OnConflict, options: TransferOptions
 
 def _arguments(command: commands.Command, config: str) -> list[str]:
     algorithm = value_of(command.arguments or (), HASH_FLAG)
-    return [*([] if algorithm else [HASH_FLAG, HASH_ALGORITHM]), FLAG, config]
+    return [*([] if algorithm else [HASH_FLAG, HASH_ALGORITHM]), TRANSFER_CONFIG_FLAG, config]
 
 
 def _cut_off_message(what: str) -> str:

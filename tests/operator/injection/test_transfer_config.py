@@ -5,16 +5,16 @@ import json
 import pytest
 
 from pykvcache_contract.injection import SkipReason
+from pykvcache_contract.names import HASH_FLAG
+from pykvcache_contract.transfer_config import to_json
 from pykvcache_operator.injection import commands
 from pykvcache_operator.injection.outcome import Skip
 from pykvcache_operator.injection.transfer_config import (
-    HASH_FLAG,
     Present,
     TransferOptions,
     find,
     merged,
     ours,
-    to_json,
     value_of,
 )
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from pykvcache_connector.transfer_configs import without_our_arguments
 from pykvcache_contract.injection import SkipReason
+from pykvcache_contract.transfer_config import to_json
 from pykvcache_operator.injection.outcome import Reject, Skip
-from pykvcache_operator.injection.transfer_config import TransferOptions, ours, to_json
+from pykvcache_operator.injection.transfer_config import TransferOptions, ours
 from pykvcache_operator.injection.vllm_container import configure
 
 OPTIONS = TransferOptions(staging_bytes=2**30, block_tokens=256, create_pool=False)
