@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-_LOCAL_EXECUTORS = ("mp", "uni")
+_LOCAL_EXECUTORS = ("mp", "uni", "UniProcExecutor", "MultiprocExecutor")
+"""By vLLM's short names, and by those of its own classes, which offline programs may give."""
 _REMEDY = (
     "vLLM would fail where the library is missing. Run each engine and its server in one pod, or take the label away, "
     "install py-kvcache in the image and give vLLM the kv-transfer-config yourself"
@@ -30,9 +31,9 @@ def why_too_far(arguments: Any, config: Any, *, is_headless: bool) -> str:
 
 
 def _spread(arguments: Any, parallel: Any, *, is_headless: bool) -> str:
-    executor = parallel.distributed_executor_backend
-    if executor is not None and executor not in _LOCAL_EXECUTORS:
-        return "its executor is {}".format(executor if isinstance(executor, str) else "none of vLLM's own")
+    executor = _name(parallel.distributed_executor_backend)
+    if executor and executor not in _LOCAL_EXECUTORS:
+        return f"its executor is {executor}"
     if is_headless:
         return "--headless"
     if getattr(parallel, "nnodes_within_dp", 1) > 1:
@@ -46,3 +47,11 @@ def _spread(arguments: Any, parallel: Any, *, is_headless: bool) -> str:
     if parallel.data_parallel_size_local != parallel.data_parallel_size and not is_balanced:
         return "--data-parallel-size-local"
     return ""
+
+
+def _name(executor: Any) -> str:
+    """Return how an executor is called; one that is not vLLM's own with its module, which makes it another."""
+    if not isinstance(executor, type):
+        return executor or ""
+    is_of_vllm = executor.__module__.startswith("vllm.")
+    return executor.__name__ if is_of_vllm else f"{executor.__module__}.{executor.__name__}"

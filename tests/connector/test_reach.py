@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from vllm.config import KVTransferConfig, ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
 from pykvcache_connector import engine_args
 from pykvcache_connector.reach import why_too_far
@@ -62,7 +64,19 @@ def test_an_engine_that_vllm_spreads_goes_without(options, words):
     assert "Run each engine and its server in one pod" in found
 
 
-@pytest.mark.parametrize("executor", ["ray", "external_launcher", SimpleNamespace])
+class SomebodysExecutor:
+    """It may start its workers anywhere, whatever it is called."""
+
+
+SomebodysExecutor.__name__ = "MultiprocExecutor"
+
+
+@pytest.mark.parametrize("executor", [UniProcExecutor, MultiprocExecutor])
+def test_vllms_own_executors_stay_in_the_pod_also_when_they_are_given_as_classes(executor):
+    assert "" == reason(SimpleNamespace(distributed_executor_backend=executor))
+
+
+@pytest.mark.parametrize("executor", ["ray", "external_launcher", ExecutorWithExternalLauncher, SomebodysExecutor])
 def test_so_does_one_whose_executor_may_start_workers_anywhere(executor):
     assert "its executor is" in reason(SimpleNamespace(distributed_executor_backend=executor))
 
