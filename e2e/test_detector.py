@@ -109,7 +109,6 @@ def team(crds, kubectl, namespace):
     team.clear()
 
 
-@pytest.mark.short
 def test_every_pod_is_accounted_for_and_told_why_it_goes_without(operators, team):
     operator = operators.start(follow_pods=True).wait_until_active()
     team.wait_for("True", "NoPods")
@@ -226,6 +225,7 @@ def test_a_roll_out_without_a_webhook_floods_nobody(operators, team):
     assert writes <= 3 + 2 * took_s / QUIET_S
 
 
+@pytest.mark.short
 def test_the_figures_name_pools_and_reasons_only(operators, team):
     """Whatever people write on pods must not make series."""
     operator = operators.start(follow_pods=True).wait_until_active()
