@@ -79,14 +79,14 @@ class Store(Generic[Item]):
         _, known_version = self._versions.get(read.key, ("", -1))
         if read.version <= known_version:
             return
-        if read.problem:
+        if read.item is None:
             logger.warning("left out, because this version does not understand it: %s: %s", read.key[1], read.problem)
             self._unread[read.key] = read.uid
             self._drop(read.key)
             return
         self._unread.pop(read.key, None)
         before, after = self._items.get(read.key), read.item
-        self._items[read.key], self._versions[read.key] = after, (read.uid, read.version)  # type: ignore[assignment]
+        self._items[read.key], self._versions[read.key] = after, (read.uid, read.version)
         if before != after:
             self._changed(read.key, before, after)
 

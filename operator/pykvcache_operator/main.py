@@ -1,15 +1,13 @@
 """Entry point of `pykvcache-operator`."""
 
-import asyncio
 import importlib.metadata
-import logging
 from typing import Annotated, Any
 
 try:
     import typer
 
-    from pykvcache_contract.errors import ConfigurationError, TransientError
     from pykvcache_operator import settings as options
+    from pykvcache_operator.commands import run_until_asked, told
     from pykvcache_operator.run import run
     from pykvcache_operator.webhook.command import webhook
 except ModuleNotFoundError as missing:
@@ -25,7 +23,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 ENVIRONMENT_PREFIX = "PYKVCACHE_OPERATOR_"
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def _print_version(wanted: bool) -> None:
@@ -49,7 +46,7 @@ def _group(
 
 def _told(variable: str, text: str, **more: Any) -> Any:
     """Return an option with an environment variable."""
-    return typer.Option(envvar=ENVIRONMENT_PREFIX + variable, help=text, **more)
+    return told(ENVIRONMENT_PREFIX + variable, text, **more)
 
 
 AllowedPaths = Annotated[
@@ -135,33 +132,28 @@ def _run(
     """Run until SIGTERM. Exits 1 when it must be started again, for instance after losing its Lease; 2 when an option
     is wrong.
     """
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-    _end_by_errors(
-        namespace=namespace,
-        lease_name=lease_name,
-        calibration_image=calibration_image,
-        calibration_pull_secrets=tuple(calibration_pull_secret),
-        calibration_priority_class=calibration_priority_class,
-        allowed_host_paths=tuple(allowed_host_path),
-        listen=listen,
-        watch_seconds=watch_seconds,
-        resync_seconds=resync_seconds,
-        workers=workers,
-        follow_pods=follow_pods,
-        webhook_configuration=webhook_configuration,
-        webhook_service=webhook_service,
+    run_until_asked(
+        lambda: run(
+            options.make_settings(
+                namespace=namespace,
+                lease_name=lease_name,
+                calibration_image=calibration_image,
+                calibration_pull_secrets=tuple(calibration_pull_secret),
+                calibration_priority_class=calibration_priority_class,
+                allowed_host_paths=tuple(allowed_host_path),
+                listen=listen,
+                watch_seconds=watch_seconds,
+                resync_seconds=resync_seconds,
+                workers=workers,
+                follow_pods=follow_pods,
+                webhook_configuration=webhook_configuration,
+                webhook_service=webhook_service,
+            )
+        )
     )
 
 
 app.command("webhook")(webhook)
-
-
-def _end_by_errors(**given: Any) -> None:
-    try:
-        asyncio.run(run(options.make_settings(**given)))
-    except (ConfigurationError, TransientError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2 if isinstance(error, ConfigurationError) else 1) from None
 
 
 def main() -> None:

@@ -1,23 +1,18 @@
 """`pykvcache-operator webhook`."""
 
-import asyncio
-import logging
 from typing import Annotated, Any
 
-import typer
-
-from pykvcache_contract.errors import ConfigurationError, TransientError
+from pykvcache_operator.commands import run_until_asked, told
 from pykvcache_operator.settings import WATCH_SECONDS
 from pykvcache_operator.webhook import options
 from pykvcache_operator.webhook.run import run
 
 ENVIRONMENT_PREFIX = "PYKVCACHE_WEBHOOK_"
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def _told(variable: str, text: str, **more: Any) -> Any:
     """Return an option with an environment variable."""
-    return typer.Option(envvar=ENVIRONMENT_PREFIX + variable, help=text, **more)
+    return told(ENVIRONMENT_PREFIX + variable, text, **more)
 
 
 def webhook(
@@ -56,25 +51,20 @@ def webhook(
 
     Runs until SIGTERM. Exits 1 when it must be started again; 2 when an option is wrong.
     """
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-    _end_by_errors(
-        certificate_directory=certificate_directory,
-        listen=listen,
-        metrics_listen=metrics_listen,
-        connector_image=connector_image,
-        sidecar_image=sidecar_image,
-        pull_policy=pull_policy,
-        pull_secrets=tuple(pull_secret),
-        library_resources=library_resources,
-        sidecar_resources=sidecar_resources,
-        watch_seconds=watch_seconds,
-        grace_seconds=grace_seconds,
+    run_until_asked(
+        lambda: run(
+            options.make_options(
+                certificate_directory=certificate_directory,
+                listen=listen,
+                metrics_listen=metrics_listen,
+                connector_image=connector_image,
+                sidecar_image=sidecar_image,
+                pull_policy=pull_policy,
+                pull_secrets=tuple(pull_secret),
+                library_resources=library_resources,
+                sidecar_resources=sidecar_resources,
+                watch_seconds=watch_seconds,
+                grace_seconds=grace_seconds,
+            )
+        )
     )
-
-
-def _end_by_errors(**given: Any) -> None:
-    try:
-        asyncio.run(run(options.make_options(**given)))
-    except (ConfigurationError, TransientError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2 if isinstance(error, ConfigurationError) else 1) from None

@@ -1,0 +1,34 @@
+"""What the operator's commands share: options that the environment may give, the log, and how a process ends."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import typer
+
+from pykvcache_contract.errors import ConfigurationError, TransientError
+
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def told(variable: str, text: str, **more: Any) -> Any:
+    """Return an option that may also come by an environment variable."""
+    return typer.Option(envvar=variable, help=text, **more)
+
+
+def run_until_asked(start: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a process in an event loop of its own, with the log on stderr.
+
+    Args:
+        start: checks the options and returns what is to run.
+
+    Raises:
+        typer.Exit: 1 when it must be started again, 2 when an option is wrong; stderr says why.
+    """
+    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
+    try:
+        asyncio.run(start())
+    except (ConfigurationError, TransientError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, ConfigurationError) else 1) from None
