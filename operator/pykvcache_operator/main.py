@@ -133,23 +133,21 @@ def _run(
     is wrong.
     """
     run_until_asked(
-        lambda: run(
-            options.make_settings(
-                namespace=namespace,
-                lease_name=lease_name,
-                calibration_image=calibration_image,
-                calibration_pull_secrets=tuple(calibration_pull_secret),
-                calibration_priority_class=calibration_priority_class,
-                allowed_host_paths=tuple(allowed_host_path),
-                listen=listen,
-                watch_seconds=watch_seconds,
-                resync_seconds=resync_seconds,
-                workers=workers,
-                follow_pods=follow_pods,
-                webhook_configuration=webhook_configuration,
-                webhook_service=webhook_service,
-            )
-        )
+        run,
+        options.make_settings,
+        namespace=namespace,
+        lease_name=lease_name,
+        calibration_image=calibration_image,
+        calibration_pull_secrets=tuple(calibration_pull_secret),
+        calibration_priority_class=calibration_priority_class,
+        allowed_host_paths=tuple(allowed_host_path),
+        listen=listen,
+        watch_seconds=watch_seconds,
+        resync_seconds=resync_seconds,
+        workers=workers,
+        follow_pods=follow_pods,
+        webhook_configuration=webhook_configuration,
+        webhook_service=webhook_service,
     )
 
 

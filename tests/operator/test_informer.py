@@ -252,6 +252,7 @@ def test_an_object_that_cannot_be_read_is_not_gone_until_it_is(fake_server):
     def trim(document):
         if document["spec"]["x"] == "bad":
             raise ConfigurationError("spec.x is bad")
+        return document["spec"]["x"]
 
     changes = []
     store = Store(trim, lambda *change: changes.append(change))

@@ -52,19 +52,17 @@ def webhook(
     Runs until SIGTERM. Exits 1 when it must be started again; 2 when an option is wrong.
     """
     run_until_asked(
-        lambda: run(
-            options.make_options(
-                certificate_directory=certificate_directory,
-                listen=listen,
-                metrics_listen=metrics_listen,
-                connector_image=connector_image,
-                sidecar_image=sidecar_image,
-                pull_policy=pull_policy,
-                pull_secrets=tuple(pull_secret),
-                library_resources=library_resources,
-                sidecar_resources=sidecar_resources,
-                watch_seconds=watch_seconds,
-                grace_seconds=grace_seconds,
-            )
-        )
+        run,
+        options.make_options,
+        certificate_directory=certificate_directory,
+        listen=listen,
+        metrics_listen=metrics_listen,
+        connector_image=connector_image,
+        sidecar_image=sidecar_image,
+        pull_policy=pull_policy,
+        pull_secrets=tuple(pull_secret),
+        library_resources=library_resources,
+        sidecar_resources=sidecar_resources,
+        watch_seconds=watch_seconds,
+        grace_seconds=grace_seconds,
     )
