@@ -23,11 +23,9 @@ STORE_BLOCKS = """
 import os
 from pathlib import Path
 from pykvcache_contract.keys import BlockKey, fingerprint_of
-from pykvcache_contract.paths import block_path
-from pykvcache_contract.header import BlockHeader, encode_header
-from pykvcache_storage.checksum import checksum
 from pykvcache_storage.pool import open_pool
 from pykvcache_storage.inventory import count_bytes
+from pykvcache_storage.testing.blocks import publish
 from pykvcache_storage.usage import UsageLedger
 
 fingerprint = fingerprint_of({"model": "made by a test"})
@@ -35,9 +33,7 @@ open_pool("/pool", create=True).prepare_fingerprint(fingerprint, {"model": "made
 for number in range(40):
     payload = os.urandom((1 << 20) - 4096)
     key = BlockKey(fingerprint, bytes([number]) * 32, 0, 0)
-    path = Path("/pool", block_path(key))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(encode_header(BlockHeader(key, len(payload), len(payload), checksum(payload))) + payload)
+    publish(Path("/pool"), key, payload)
 UsageLedger("/pool").recount(lambda: count_bytes("/pool"))
 """
 

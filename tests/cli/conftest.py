@@ -12,11 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from pykvcache_cli.main import app
-from pykvcache_contract.header import BlockHeader, encode_header
 from pykvcache_contract.keys import BlockKey, fingerprint_of
-from pykvcache_contract.paths import block_path
-from pykvcache_storage.checksum import checksum
 from pykvcache_storage.pool import open_pool
+from pykvcache_storage.testing.blocks import publish
 
 IDENTITY = {"engine": {"model": "meta/llama-test"}, "epoch": None}
 
@@ -58,9 +56,6 @@ def write_block(pool: Path) -> Callable[..., Path]:
     def write(number: int, *, rank: int = 0, pages: int = 2) -> Path:
         payload = random.Random(number).randbytes(pages * 4096)
         key = BlockKey(fingerprint_of(IDENTITY), random.Random(-number - 1).randbytes(32), 0, rank)
-        path = pool / block_path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encode_header(BlockHeader(key, len(payload), len(payload), checksum(payload))) + payload)
-        return path
+        return publish(pool, key, payload)
 
     return write

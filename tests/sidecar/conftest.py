@@ -17,16 +17,14 @@ from typing import Any
 
 import pytest
 
-from pykvcache_contract.header import BlockHeader, encode_header
 from pykvcache_contract.keys import BlockKey, Fingerprint, fingerprint_of
-from pykvcache_contract.paths import block_path
 from pykvcache_contract.recency import recency_ns
 from pykvcache_sidecar.book import Book, Snapshot
 from pykvcache_sidecar.care import Care
 from pykvcache_sidecar.settings import CareSettings
-from pykvcache_storage.checksum import checksum
 from pykvcache_storage.inventory import count_bytes
 from pykvcache_storage.pool import open_pool
+from pykvcache_storage.testing.blocks import publish
 from pykvcache_storage.usage import UsageLedger
 
 IDENTITY = {"engine": {"model": "test/llama"}, "epoch": None}
@@ -88,13 +86,8 @@ class PoolOnDisk:
     def write(self, number: int, *, age_seconds: float = 0.0, depth: int = 0, rank: int = 0) -> Path:
         """Publish one block as if it had been used so long ago, so deep in its prefix."""
         payload = random.Random(-number - 1).randbytes(BLOCK_BYTES - 4096)
-        key = self.key(number, rank=rank)
-        path = self.directory / block_path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encode_header(BlockHeader(key, len(payload), len(payload), checksum(payload))) + payload)
         used_ns = recency_ns(time.time() - age_seconds, depth)
-        os.utime(path, ns=(used_ns, used_ns))
-        return path
+        return publish(self.directory, self.key(number, rank=rank), payload, used_ns=used_ns)
 
     def fill(self, count: int, *, age_seconds: float = 0.0) -> list[Path]:
         """Publish blocks, the first the most recent one, and count them in the ledger."""

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 import pytest
 
-from pykvcache_contract.header import HEADER_SIZE_BYTES, BlockHeader, encode_header
+from pykvcache_contract.header import HEADER_SIZE_BYTES
 from pykvcache_contract.keys import BlockKey, fingerprint_of
-from pykvcache_storage.checksum import checksum
 from pykvcache_storage.memory import Slot, StagingMemory
 from pykvcache_storage.reactor.operations import Close, Open, Read, Ring, RingOperation, Task, Write
 from pykvcache_storage.reactor.reactor import Priority, Reactor
 from pykvcache_storage.reactor.ring_threads import ThreadRing
 from pykvcache_storage.reactor.ring_uring import UringRing
 from pykvcache_storage.reactor.system_calls import perform
+from pykvcache_storage.testing.blocks import block_content
 from pykvcache_storage.testing.disk import SimulatedDisk
 
 TMPFS = "/dev/shm"
@@ -156,7 +156,7 @@ def make_block(block_key: BlockKey) -> Callable[..., bytes]:
 
     def make(seed: int = 0, *, key: BlockKey = block_key) -> bytes:
         payload = random.Random(seed).randbytes(SLOT_SIZE_BYTES - HEADER_SIZE_BYTES)
-        return encode_header(BlockHeader(key, len(payload), len(payload), checksum(payload))) + payload
+        return block_content(key, payload)
 
     return make
 

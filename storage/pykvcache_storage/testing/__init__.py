@@ -1,1 +1,1 @@
-"""A simulated disk with seeded faults, for tests; product code never imports it."""
+"""What tests need of the storage, and product code never imports: a simulated disk with seeded faults, block files."""
