@@ -106,7 +106,7 @@ class Bench:
         part = BlockRows(rows, first_page)
         ready = self.copier.mark()
         self.copier.submit(Copy(self.memory.slots[slot], part, ready, is_store, checks, self.results.put))
-        return self.results.get(timeout=20)
+        return self.results.get(timeout=60)
 
     def expected_payload(self, rows: tuple[int, ...]) -> bytes:
         parts = [
@@ -232,8 +232,8 @@ def test_what_a_gpu_gathers_and_scatters_is_what_the_host_does(bench):
 
 def test_copies_on_the_host_start_no_threads_that_would_fight_with_vllms():
     bench = Bench(pages=(1 << 20,), row_sizes=(1 << 20,))
-    before = len(os.listdir("/proc/self/task"))
+    before = set(os.listdir("/proc/self/task"))
     bench.copy((0, 1, 2, 3), is_store=True)
     bench.copy((4, 5, 6, 7), is_store=False)
-    assert before == len(os.listdir("/proc/self/task"))
+    assert set(os.listdir("/proc/self/task")) - before == set(), "threads of others may end meanwhile"
     bench.copier.close()

@@ -6,10 +6,13 @@ import time
 import pytest
 
 from pykvcache_connector.messages import BlockKeysSpec
+from pykvcache_connector.stats import Counts
 from pykvcache_connector.vllm_api import GPULoadStoreSpec
 from pykvcache_connector.worker.handler import Handler
 from pykvcache_connector.worker.jobs import Block, BlockState, Job, Jobs
 from pykvcache_connector.worker.layout import BlockRows
+from pykvcache_connector.worker.outcomes import Declined, Outcomes
+from pykvcache_contract.errors import CapacityError, ReadOnlyError
 
 
 def make_job(number: int, count: int, *, is_store: bool = False, started: float | None = None) -> Job:
@@ -91,7 +94,7 @@ def test_waiting_lasts_until_the_running_copy_ends_and_no_longer(jobs):
     waiting.start()
     assert waiting.is_alive()
     jobs.end(job.blocks[0], moved_bytes=1)
-    waiting.join(20)
+    waiting.join(60)
     assert not waiting.is_alive()
     assert over(jobs) == [1]
 
@@ -116,6 +119,25 @@ def test_a_late_job_that_is_over_is_late_no_more(jobs):
     jobs.give_up(jobs.late(5))
     assert jobs.late(5) == []
     assert over(jobs) == [1]
+
+
+# ---- what became of a store ----
+
+
+@pytest.mark.parametrize("result", [CapacityError("full"), ReadOnlyError("read-only"), Declined("write_budget")])
+def test_a_store_is_told_as_dropped_only_once_its_reason_is_told_and_counted(monkeypatch, result):
+    counts, told_before = Counts(), []
+    outcomes = Outcomes(counts, rank=0)
+    monkeypatch.setattr(counts, "add", lambda *_what: told_before.append(outcomes.take_report()))
+    (block,) = make_job(1, 1, is_store=True).blocks
+    outcomes.store_ended(block, 0, result, 4096)
+    assert told_before == [None]
+    report = outcomes.take_report()
+    assert report.dropped == {block.key}
+    assert (report.full_reason == "pool_full", report.is_over_budget) == (
+        not isinstance(result, Declined),
+        isinstance(result, Declined),
+    )
 
 
 # ---- the handler ----

@@ -194,7 +194,7 @@ def make_lookup(damaged, used, clock):
     yield make
     for lookup in lookups:
         lookup.close()
-        lookup._thread.join(20)
+        lookup._thread.join(60)
         assert not lookup._thread.is_alive()
 
 
@@ -215,11 +215,11 @@ class Gate:
     def __init__(self, lookup: Lookup) -> None:
         self.opened, self.reached = threading.Event(), threading.Event()
         lookup.ask("gate", [b"gate"], paths=self._wait, deadline=0.0)
-        assert self.reached.wait(20)
+        assert self.reached.wait(60)
 
     def _wait(self, _key: bytes) -> list[tuple[str, int]]:
         self.reached.set()
-        assert self.opened.wait(20)
+        assert self.opened.wait(60)
         return [("/nowhere", 0)]
 
 
@@ -296,7 +296,7 @@ def test_on_a_slow_disk_helpers_ask_side_by_side_and_end_with_the_lookup(make_lo
 
     def meet(key: bytes) -> list[tuple[str, int]]:
         if key in waiting:
-            together.wait(20)
+            together.wait(60)
         return paths(key)
 
     lookup.ask("r", keys, paths=meet, deadline=clock() + 1)
@@ -307,7 +307,7 @@ def test_on_a_slow_disk_helpers_ask_side_by_side_and_end_with_the_lookup(make_lo
     assert len(helpers) == HELPER_COUNT
     lookup.close()
     for helper in helpers:
-        helper.join(20)
+        helper.join(60)
         assert not helper.is_alive()
 
 
@@ -369,7 +369,7 @@ def test_closing_with_a_full_queue_drops_what_waits(make_lookup, paths, clock, m
     closing = threading.Thread(target=lookup.close)
     closing.start()
     gate.opened.set()
-    closing.join(20)
+    closing.join(60)
     assert not closing.is_alive()
 
 

@@ -19,7 +19,7 @@ from pykvcache_contract.errors import PyKVCacheError
 from pykvcache_contract.keys import fingerprint_of
 from pykvcache_storage.reactor.operations import Read
 
-SECONDS = 20
+SECONDS = 60
 
 
 class Scheduler:

@@ -3,6 +3,7 @@
 import errno
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -17,8 +18,8 @@ from pykvcache_storage.usage import UsageLedger
 FOREVER = 1_000_000
 SOON_SECONDS = 0.05
 """Deadline of loads in these tests."""
-PROMPT_SECONDS = 5.0
-"""Far above what a copy takes on a busy machine, far below any disk that hangs for ever."""
+PROMPT_SECONDS = 20.0
+"""Far above what a copy takes on a busy machine; who waits for a hung disk waits 30 s, the deadline, or for ever."""
 
 
 def block_files(disk) -> list[str]:
@@ -54,9 +55,11 @@ def test_after_a_hang_the_disk_serves_loads_again_and_no_slot_is_lost(make_simul
     until(lambda: worker.step() or worker.report.is_stalled)
     disk.release()
     until(lambda: worker.transfer._reactor.state().slots_used == 0)
+    worker.transfer._reactor.barrier().wait()  # a task is noted as over a little after its slot is free
     worker.report = WorkerReport()
     worker.step()
     assert worker.report.is_stalled is False
+    worker.transfer.options = replace(worker.transfer.options, load_timeout_seconds=PROMPT_SECONDS)
     assert all(not any(page) for number in range(6) for page in worker.pages(number)), "a late read was copied"
     for number in range(6):
         assert worker.finish(worker.load([number])).failed_rows == set()
@@ -233,7 +236,7 @@ def test_a_damaged_file_that_cannot_be_moved_is_denied(make_simulated_worker, un
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
-def test_under_random_faults_every_block_is_loaded_right_or_reported(make_simulated_worker, seed):
+def test_under_random_faults_every_block_is_loaded_right_or_reported(make_simulated_worker, until, seed):
     choose = random.Random(seed)
     worker, disk = make_simulated_worker(seed=seed)
     kinds = [Open, Read, Write, CloseFile, Link, MakeDirectory, Rename, Unlink, Touch]
@@ -259,6 +262,8 @@ def test_under_random_faults_every_block_is_loaded_right_or_reported(make_simula
             assert rows <= failed or worker.pages(number) == expected[number], f"seed {seed}, block {number}"
         for tensor, copy in zip(worker.tensors, saved, strict=True):
             tensor.copy_(copy)
+        # Damaged files are moved aside after their load is over; the next round looks at the files that are there.
+        until(lambda: worker.transfer._reactor.state().slots_used == 0)
     disk.files.lose_processes()
 
 

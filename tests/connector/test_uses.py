@@ -219,14 +219,14 @@ def make_uses():
 
     yield make
     for uses in started:
-        uses.close(20)
+        uses.close(60)
         assert not uses._thread.is_alive()
 
 
 def test_uses_are_noted_in_the_background(make_uses, make_files):
     paths, uses = make_files(3), make_uses()
     uses.note(Use(NOW, [(path, recency_ns(NOW, depth)) for depth, path in enumerate(paths)]))
-    uses.close(20)
+    uses.close(60)
     assert times(paths) == [recency_ns(NOW, depth) for depth in range(3)]
 
 
@@ -236,18 +236,18 @@ def test_a_disk_that_hangs_delays_nobody_and_what_waits_is_bounded(make_uses, mo
     def utime(path: str, **_options: object) -> None:
         noted.append(path)
         reached.set()
-        assert opened.wait(20)
+        assert opened.wait(60)
 
     monkeypatch.setattr(uses_module.os, "utime", utime)
     monkeypatch.setattr(uses_module, "MAX_WAITING_FILES", 6)
     uses = make_uses()
     uses.note(Use(NOW, [("first", 1)]))
-    assert reached.wait(20)
+    assert reached.wait(60)
     for number in range(10):
         uses.note(Use(NOW, [(f"{number}.{rank}", 1) for rank in range(2)]))
     assert uses._waiting.qsize() == 3
     opened.set()
-    uses.close(20)
+    uses.close(60)
     assert noted == ["first", "0.0", "0.1", "1.0", "1.1", "2.0", "2.1"]
     assert uses._waiting_files == 0
 
@@ -256,7 +256,7 @@ def test_a_request_with_more_files_than_may_wait_is_noted_when_nothing_else_wait
     monkeypatch.setattr(uses_module, "MAX_WAITING_FILES", 2)
     paths, uses = make_files(3), make_uses()
     uses.note(Use(NOW, [(path, recency_ns(NOW, 0)) for path in paths]))
-    uses.close(20)
+    uses.close(60)
     assert times(paths) == [recency_ns(NOW, 0)] * 3
 
 
@@ -267,13 +267,13 @@ def test_keys_that_wait_for_the_trace_are_bounded_and_a_request_with_nothing_to_
 
     def utime(_path: str, **_options: object) -> None:
         reached.set()
-        assert opened.wait(20)
+        assert opened.wait(60)
 
     monkeypatch.setattr(uses_module.os, "utime", utime)
     monkeypatch.setattr(uses_module, "MAX_WAITING_FILES", 5)
     uses = make_uses(Trace(str(tmp_path / "trace.jsonl")))
     uses.note(Use(NOW, [("first", 1)]))
-    assert reached.wait(20)
+    assert reached.wait(60)
     for _ in range(10):
         uses.note(Use(NOW, []))
         uses.note(Use(NOW, [], [key(0), key(1)], TRACED))
@@ -285,7 +285,7 @@ def test_a_mistake_in_one_use_does_not_end_the_thread(make_uses, make_files):
     (path,), uses = make_files(1), make_uses()
     uses.note(Use(NOW, [("only a path",)]))
     uses.note(Use(NOW, [(path, recency_ns(NOW, 0))]))
-    uses.close(20)
+    uses.close(60)
     assert times([path]) == [recency_ns(NOW, 0)]
 
 
@@ -298,7 +298,7 @@ def test_a_use_that_cannot_be_noted_does_not_end_the_lookup(until, caplog):
         lookup.ask(request, [key(0)], paths=lambda _: [("/nowhere", 1)], deadline=0.0)
     until(lambda: answers.extend(lookup.take_answers()) or len(answers) == 2)
     lookup.close()
-    lookup._thread.join(20)
+    lookup._thread.join(60)
     assert not lookup._thread.is_alive()
     assert "was not noted" in caplog.records[0].message
 
@@ -317,7 +317,7 @@ def test_each_request_is_one_line_of_shortened_hashes_of_one_group(make_uses, tm
     uses.note(Use(NOW, [], keys, TRACED))
     uses.note(Use(NOW + 1, [], [key(5)], TRACED))
     uses.note(Use(NOW + 2, [("nowhere", 1)]))
-    uses.close(20)
+    uses.close(60)
     first = {
         "seconds": NOW,
         "fingerprint": TRACED.fingerprint[:12],

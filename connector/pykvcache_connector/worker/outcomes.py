@@ -128,9 +128,9 @@ class Outcomes:
 
     def stores_refused(self, keys: Sequence[bytes], generation: int, error: Exception) -> None:
         """Note blocks that cannot be stored for a reason that concerns them all."""
+        self._store_failed(error, len(keys))
         with self._reporting(generation) as report:
             report.dropped.update(keys)
-        self._store_failed(error, len(keys))
 
     def load_given_up(self, key: bytes, generation: int, reason: str) -> None:
         """Note a block that is recomputed because its load was not done in time; only the disk's delay is its fault."""
@@ -167,26 +167,25 @@ class Outcomes:
             self.counts.add(metrics.LOAD_BLOCKS.name, 1)
 
     def store_ended(self, block: Block, generation: int, result: Any, size_bytes: int) -> None:
-        """Note the end of a store's task.
+        """Note the end of a store's task; what became of the block is told last, so its reason never comes after it.
 
         Args:
             result: how it was published, why it was declined, an exception, or None if it was given up before.
         """
         seconds = self._work_ended(block, is_store=True)
-        published = isinstance(result, Published)
         if result is Published.FIRST:
             self.counts.add(metrics.STORE_BYTES.name, size_bytes)
             self.counts.add(metrics.STORE_BLOCKS.name, 1)
             self.counts.observe(metrics.STORE_DURATION.name, seconds)
-        with self._reporting(generation) as report:
-            if published:
-                report.stored[block.key] = 1
-            else:
-                report.dropped.add(block.key)
-        if isinstance(result, Declined):
+        elif isinstance(result, Declined):
             self._store_declined(result.reason, is_repeated=block.is_repeated)
         elif isinstance(result, Exception):
             self._store_failed(result)
+        with self._reporting(generation) as report:
+            if isinstance(result, Published):
+                report.stored[block.key] = 1
+            else:
+                report.dropped.add(block.key)
 
     def check_overdue(self, limit_seconds: float) -> None:
         """Tell the scheduler while a task has been running for longer than a load may take: the disk hangs.
