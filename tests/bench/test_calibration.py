@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from pykvcache_contract.calibration import CalibrationRefusal, decode_calibratio
 from pykvcache_contract.errors import CapacityError, ConfigurationError, TransientError
 from pykvcache_contract.names import UNAVAILABLE_MARKER
 from pykvcache_storage.probe import ProbeResult, probe
+from pykvcache_storage.reactor.operations import Await
 from pykvcache_storage.reactor.reactor import Reactor
 
 SMALL = CalibrationSettings(seconds=0.1, bytes=8 << 20)
@@ -89,7 +91,7 @@ def test_every_engine_is_measured_with_and_without_the_page_cache(tmp_path, foun
         pytest.skip(f"not possible here: {found}")
     bench = Bench(replace(found, engine=engine, direct_io=direct, force_async=not direct), memory_bytes=8 << 20)
     files = DataFiles(str(tmp_path), 1 << 20)
-    written = bench.write(files, count=8, depth=4, seconds=10)
+    written = bench.write(files, count=8, depth=4, seconds=60)
     assert written.bytes == 8 << 20
     assert sorted(files.numbers) == list(range(8))
     read = bench.read(files, block_bytes=256 << 10, depth=16, start=0.7, readers=8, seconds=0)
@@ -100,7 +102,7 @@ def test_every_engine_is_measured_with_and_without_the_page_cache(tmp_path, foun
 def test_the_files_hold_what_no_filesystem_compresses(tmp_path, found):
     bench = Bench(found, memory_bytes=8 << 20)
     files = DataFiles(str(tmp_path), 1 << 20)
-    bench.write(files, count=8, depth=4, seconds=10)
+    bench.write(files, count=8, depth=4, seconds=60)
     contents = [Path(files.path(number)).read_bytes() for number in range(8)]
     assert all(len(set(content[:4096])) > 200 for content in contents)
     assert len({content[:8] for content in contents}) == 8
@@ -109,7 +111,7 @@ def test_the_files_hold_what_no_filesystem_compresses(tmp_path, found):
 def test_through_the_page_cache_no_block_is_read_twice_and_the_cache_is_dropped_first(tmp_path, found, monkeypatch):
     bench = Bench(replace(found, direct_io=False, force_async=found.engine == "uring"), memory_bytes=8 << 20)
     files = DataFiles(str(tmp_path), 1 << 20)
-    bench.write(files, count=2, depth=1, seconds=10)
+    bench.write(files, count=2, depth=1, seconds=60)
     dropped = []
     monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: dropped.append(arguments[3]))
     read = bench.read(files, block_bytes=1 << 20, depth=1, start=0, readers=1, seconds=60)
@@ -167,7 +169,7 @@ def test_a_full_disk_ends_the_writing_and_what_fits_is_measured(tmp_path, found,
 def test_a_failing_disk_is_another_try(tmp_path, found, monkeypatch):
     bench = Bench(found, memory_bytes=8 << 20)
     files = DataFiles(str(tmp_path), 1 << 20)
-    bench.write(files, count=2, depth=1, seconds=10)
+    bench.write(files, count=2, depth=1, seconds=60)
     os.unlink(files.path(0))
     with pytest.raises(OSError, match="No such file"):
         bench.read(files, block_bytes=1 << 20, depth=2, start=0, readers=1, seconds=5)
@@ -329,7 +331,7 @@ def test_a_signal_removes_everything_and_says_so_in_the_result(tmp_path, start_p
     wait_until_it_reads(process)
     assert os.listdir(pool) != []
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=100)
     assert process.returncode == 128 + signal.SIGTERM
     assert os.listdir(pool) == []
     assert decode_calibration(result.read_text()) == CalibrationRefusal("the measurement was stopped by a signal", True)
@@ -411,12 +413,29 @@ def test_a_pool_that_is_not_available_yet_is_tried_again(tmp_path, run):
 
 
 def test_a_disk_that_hangs_is_tried_again_and_keeps_its_memory(tmp_path, monkeypatch):
-    stop, abandoned = Reactor.stop, len(measure._ABANDONED)
+    stop, stopped, abandoned = Reactor.stop, [], len(measure._ABANDONED)
+    asked, answers = threading.Event(), threading.Event()
+
+    def answer_late(resume: Callable[[int], None]) -> None:
+        asked.set()
+        assert answers.wait(100)
+        resume(0)
+
+    def hang(_bench: Bench, *_arguments: Any) -> Iterator:
+        return (yield Await(lambda resume: threading.Thread(target=answer_late, args=[resume]).start()))
+
+    def stop_soon(reactor: Reactor, _seconds: float) -> bool:
+        stopped.append(reactor)
+        return asked.wait(100) and stop(reactor, 0)
+
     monkeypatch.setattr(measure, "HANG_SECONDS", 0.0)
-    monkeypatch.setattr(Reactor, "stop", lambda reactor, _seconds: stop(reactor, 30) is None)
+    monkeypatch.setattr(Bench, "_write_file", hang)
+    monkeypatch.setattr(Reactor, "stop", stop_soon)
     with pytest.raises(TransientError, match="has not answered"):
         calibrate_storage(str(tmp_path), SMALL)
     assert len(measure._ABANDONED) == abandoned + 1, "the kernel may still write there"
+    answers.set()
+    assert [stop(reactor, 100) for reactor in stopped] == [True]
     measure._ABANDONED.pop()
 
 
