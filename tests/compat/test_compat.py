@@ -126,6 +126,7 @@ def test_a_name_that_is_missing_fails(package, row, complaint):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # parses a release some hundred times
 def test_every_name_of_the_table_is_needed_to_pass(installed):
     """Rename each thing the table asks for in the text of a real release: the row that asks for it must fail."""
     for use in (use for use in load_table() if use.applies_to(installed.version) and use.object):

@@ -87,7 +87,7 @@ def test_a_process_that_ends_is_noticed_with_its_last_words(tmp_path):
             return str(error)
         return ""
 
-    message = wait_for("the process to end", ended, limit_s=20, every_s=0.01)
+    message = wait_for("the process to end", ended, limit_s=60, every_s=0.01)
     assert "short ended with status 3" in message
     assert message.endswith("last words")
     process.kill()
@@ -95,10 +95,10 @@ def test_a_process_that_ends_is_noticed_with_its_last_words(tmp_path):
 
 def test_a_process_is_killed_with_the_program_that_it_waits_for(tmp_path):
     process = Process("shell", ["sh", "-c", "sleep 600 & echo $!; wait"], log=tmp_path / "log")
-    inner = int(wait_for("the shell", lambda: tail(process.log), limit_s=20, every_s=0.01))
+    inner = int(wait_for("the shell", lambda: tail(process.log), limit_s=60, every_s=0.01))
     process.kill()
     assert not Path(f"/proc/{process.pid}").exists()
-    wait_for("its child to be gone", lambda: not is_running(inner), limit_s=20, every_s=0.01)
+    wait_for("its child to be gone", lambda: not is_running(inner), limit_s=60, every_s=0.01)
 
 
 def is_running(pid):

@@ -201,7 +201,7 @@ def with_api(fake_server):
             configuration = kubernetes_client.Configuration(host=where.host)
             api = Api(configuration)
             try:
-                await asyncio.wait_for(test(api), 20)
+                await asyncio.wait_for(test(api), 60)
             finally:
                 await api.close()
                 await fake_server.stop()

@@ -58,7 +58,7 @@ class Followed:
             posting.cancel()
             await asyncio.gather(posting, return_exceptions=True)
 
-        asyncio.run(asyncio.wait_for(main(), 20))
+        asyncio.run(asyncio.wait_for(main(), 60))
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ def test_a_holder_whose_lease_somebody_else_edited_stays_the_holder(fake_server,
     with_api(test)
 
 
-def test_a_holder_that_cannot_renew_gives_up_in_time(fake_server, with_api):
+def test_a_holder_that_cannot_renew_gives_up_in_time(fake_server, with_api, monkeypatch):
     async def test(api):
         clock = Clock()
         mine = lease(api, "one", clock)
@@ -106,9 +106,14 @@ def test_a_holder_that_cannot_renew_gives_up_in_time(fake_server, with_api):
         await asyncio.sleep(0.02)
         assert not keeping.done()
         await fake_server.stop()
-        while not keeping.done():
+        get = api.get
+
+        async def get_within_a_second(path):
             clock.now += 1
-            await asyncio.sleep(0.005)
+            return await get(path)
+
+        monkeypatch.setattr(api, "get", get_within_a_second)
+        await asyncio.wait([keeping])
         with pytest.raises(LeaseLostError, match="could not be renewed"):
             keeping.result()
         assert clock.now < 100 + module.DURATION_SECONDS + 5

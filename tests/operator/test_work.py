@@ -21,7 +21,7 @@ def run(test, handle, *, workers=4):
         work = Work(handle, workers=workers)
         task = asyncio.ensure_future(work.run())
         try:
-            await asyncio.wait_for(test(work), 10)
+            await asyncio.wait_for(test(work), 60)
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

@@ -77,7 +77,7 @@ def with_listener():
         async def main():
             server = await asyncio.start_server(echo, "127.0.0.1", 0, ssl=tls)
             try:
-                await asyncio.wait_for(test(server.sockets[0].getsockname()[1]), 30)
+                await asyncio.wait_for(test(server.sockets[0].getsockname()[1]), 60)
             finally:
                 server.close()
 

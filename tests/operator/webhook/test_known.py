@@ -9,7 +9,7 @@ import pytest
 from pykvcache_operator.webhook import known as module
 from pykvcache_operator.webhook.known import Known
 
-NEVER = 20.0
+NEVER = 60.0
 
 
 @pytest.fixture(autouse=True)

@@ -126,7 +126,7 @@ def test_a_labelled_pod_is_injected(serving):
 
 
 def test_a_pool_made_a_moment_before_the_pod_is_waited_for(serving, monkeypatch):
-    monkeypatch.setattr(module, "UNKNOWN_SECONDS_MAX", 20.0)
+    monkeypatch.setattr(module, "UNKNOWN_SECONDS_MAX", 60.0)
 
     async def test(it):
         it.read_all()
@@ -258,8 +258,8 @@ def test_a_body_that_does_not_come_is_not_waited_for_long(serving, monkeypatch):
 def test_large_bodies_wait_their_turn_and_small_ones_do_not(serving, monkeypatch):
     monkeypatch.setattr(module, "LARGE_AT_ONCE_MAX", 1)
     monkeypatch.setattr(module, "LARGE_BYTES_MIN", 10_000)
-    monkeypatch.setattr(module, "TURN_SECONDS_MAX", 20.0)
-    monkeypatch.setattr(module, "BODY_SECONDS_MAX", 20.0)
+    monkeypatch.setattr(module, "TURN_SECONDS_MAX", 60.0)
+    monkeypatch.setattr(module, "BODY_SECONDS_MAX", 60.0)
     large = pod(annotations={"pykvcache.io/injected": "1", "a": "x" * 10_000})
 
     async def test(it):
