@@ -130,10 +130,10 @@ class Care:
         return self._keeper.work()
 
     def _tell(self, standing: Standing) -> None:
-        self._book.set_state(standing.state, standing.reason, uid=self._watch.pool.uid)
         if standing != self._standing:
-            _log(standing)
+            _log(standing)  # first: whoever sees the state finds it in the log
             self._standing = standing
+        self._book.set_state(standing.state, standing.reason, uid=self._watch.pool.uid)
 
 
 class PatientCare:
@@ -165,10 +165,10 @@ class PatientCare:
             opened = Standing(REFUSED, str(error))  # it went away at this moment
         except Exception as error:  # the top of the loop: vLLM's pod must not wait for us, whatever it is
             opened = Standing(REFUSED, repr(error))
-        self._book.set_state(opened.state, opened.reason, uid="")
         if opened != self._standing:
             _log(opened)
             self._standing = opened
+        self._book.set_state(opened.state, opened.reason, uid="")
         return None
 
 

@@ -4,6 +4,9 @@ The kernel drops the lock when its holder dies, however it dies, so the next one
 stays when nobody holds it. It is opened for reading only: a file open for writing would keep an administrator from
 remounting the disk read-only. NFS locks only what is open for writing, so there it is opened so.
 
+A disk may vanish between any two steps. So the file is made only beside pool.json, found through one descriptor: what
+is made in a bare mount point lies on the filesystem below.
+
 Where the filesystem knows no flock every sidecar works; that is safe, because removals are, and only wastes effort.
 One thread; never blocks on the lock.
 """
@@ -13,7 +16,7 @@ import fcntl
 import os
 from enum import Enum
 
-from pykvcache_contract.paths import CARE_LOCK_FILE
+from pykvcache_contract.paths import CARE_LOCK_FILE, POOL_FILE
 from pykvcache_storage.block import translate
 from pykvcache_storage.sharing import share_file
 
@@ -84,9 +87,17 @@ class CareLock:
             # Without O_CREAT first: in a sticky folder the kernel refuses to "create" another user's file.
             return os.open(self.path, flags)
         except FileNotFoundError:
-            descriptor = os.open(self.path, flags | os.O_CREAT, 0o666)
+            descriptor = self._create(flags)
             share_file(self.path)
             return descriptor
+
+    def _create(self, flags: int) -> int:
+        folder = os.open(os.path.dirname(self.path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.stat(POOL_FILE, dir_fd=folder, follow_symlinks=False)
+            return os.open(CARE_LOCK_FILE, flags | os.O_CREAT, 0o666, dir_fd=folder)
+        finally:
+            os.close(folder)
 
     def _is_at_path(self) -> bool:
         try:

@@ -8,8 +8,10 @@ import time
 
 import pytest
 
+from pykvcache_contract.errors import PyKVCacheError
 from pykvcache_contract.metrics import POOL_STATES
 from pykvcache_contract.paths import quarantine_path
+from pykvcache_sidecar.care_lock import CareLock
 from pykvcache_sidecar.evictor import Shift
 from pykvcache_sidecar.policy import make_policy
 from pykvcache_sidecar.scan import Batch
@@ -398,6 +400,12 @@ def test_a_lock_file_that_was_removed_is_taken_anew(pool, start_care):
     rival.care.round()
     care.care.round()
     assert [rival.book.snapshot().state, care.book.snapshot().state] == ["working", "standby"]
+
+
+def test_no_lock_file_is_made_in_a_mount_point_whose_disk_has_just_gone(tmp_path):
+    with pytest.raises(PyKVCacheError):
+        CareLock(str(tmp_path)).take()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_where_flock_is_unknown_it_works_and_says_so(pool, start_care, monkeypatch):

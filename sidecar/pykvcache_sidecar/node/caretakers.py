@@ -11,6 +11,7 @@ import logging
 import os
 import stat
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -61,6 +62,7 @@ class Caretakers:
     def __init__(self, interval_seconds: float) -> None:
         self._interval_seconds = interval_seconds
         self._caretakers: dict[str, _Caretaker] = {}
+        self._ending: list[threading.Thread] = []
         self.problems: dict[str, str] = {}
         """Sentences by directory that cannot be cared for."""
 
@@ -90,6 +92,14 @@ class Caretakers:
     def stop(self, timeout_seconds: float = 0.0) -> bool:
         """End all care; return whether every loop ended in time. One that sits on a hung disk is left alone."""
         return self._end(list(self._caretakers), timeout_seconds)
+
+    def have_ended(self, timeout_seconds: float) -> bool:
+        """Return whether no care that was told to end is still at work; wait for it at most so long."""
+        deadline = time.monotonic() + timeout_seconds
+        for thread in self._ending:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._ending = [thread for thread in self._ending if thread.is_alive()]
+        return not self._ending
 
     def _settings(self, directories: list[str], pool: KVCachePool, others_bytes: int) -> dict[str, CareSettings]:
         spec = pool.spec
@@ -162,6 +172,8 @@ class Caretakers:
             caretaker.stopped.set()
         for caretaker in ended:
             caretaker.thread.join(timeout_seconds)
+        threads = (*self._ending, *(caretaker.thread for caretaker in ended))
+        self._ending = [thread for thread in threads if thread.is_alive()]
         return not any(caretaker.thread.is_alive() for caretaker in ended)
 
 

@@ -48,6 +48,8 @@ ANSWER_SECONDS = 10.0
 """How long a pod's mount waits for a directory that has to be made."""
 STALL_SECONDS = 30.0
 """A round takes milliseconds; a worker that needs so long sits on a disk that does not answer."""
+CARE_END_SECONDS = 10.0
+"""How long a round of an erasure waits for the care to end: what that makes meanwhile would have to be erased again."""
 CLEAR_OUT_ENTRIES_MAX = 1000
 """Entries of directories of former namespaces looked at in one round: pods wait for rounds."""
 REASON_IN_USE = "InUse"
@@ -378,7 +380,7 @@ class PoolWorker:
         else:
             self._rest()
             self._tell(order, NodePoolState.DELETING, "", "its files are being removed")
-            if erase(tree).more:
+            if not self._caretakers.have_ended(CARE_END_SECONDS) or erase(tree).more:
                 self._wake.set()
             else:
                 self._finish("erased")

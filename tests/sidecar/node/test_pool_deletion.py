@@ -4,10 +4,12 @@ import errno
 import json
 import os
 import subprocess
+import threading
 
 import pytest
 
 from pykvcache_contract.api.node import NodePoolState
+from pykvcache_sidecar.keeper import Keeper
 from pykvcache_sidecar.node import worker as worker_module
 
 from .conftest import pool_object, state
@@ -201,6 +203,28 @@ def test_the_directory_of_a_namespace_called_calibration_is_cared_for_like_any_o
     assert len(node.manager.workers()[0].snapshots()) == 1
 
 
+def test_nothing_is_erased_while_the_care_of_it_is_at_work(node, monkeypatch, wait_for):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def work(_):
+        begun.set()
+        go_on.wait(60)
+        return False
+
+    monkeypatch.setattr(worker_module, "CARE_END_SECONDS", 0.01)
+    monkeypatch.setattr(Keeper, "work", work)
+    node.tell(pool_object())
+    node.go()
+    directory = node.place().directory
+    node.go()
+    assert begun.wait(60)
+    node.tell(pool_object(deleted=True))
+    assert state(node.report()) == (DELETING, "")
+    assert os.path.exists(f"{directory}/pool.json")
+    go_on.set()
+    wait_for(lambda: node.report() is None)
+
+
 # ---- two agents for a moment, as when a pod is replaced ----
 
 
@@ -224,8 +248,12 @@ def test_two_agents_prepare_one_tree_one_of_them_cares_and_both_may_erase(make_n
     first.go()
     for node in (first, second):
         node.tell(pool_object(deleted=True))
-    first.go()
-    assert list((disk / "pykvcache").iterdir()) == []
+
+    def is_erased():
+        first.go()  # again, where the care of the second has just made something
+        return list((disk / "pykvcache").iterdir()) == []
+
+    wait_for(is_erased)
     second.go()
     second.tell()
     assert (first.report(), second.report()) == (None, None)
