@@ -63,8 +63,9 @@ _DAY_SECONDS = 86400
 _NO_FLOCK = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 _OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _POLL_SECONDS = 0.0005
-_READ_ATTEMPTS = 10
-"""A reader without the lock may see a record half written; the next look finds it whole."""
+_READ_ATTEMPTS = 20
+"""A reader without the lock may see a record half written; the next look finds it whole, or one some moments later: a
+writer may lose the processor half-way."""
 
 _PROCESS_LOCK = threading.Lock()
 
@@ -211,17 +212,19 @@ class UsageLedger:
 
     def usage(self) -> Usage | None:
         """Return the record without locking, None if it is missing or damaged. Cheap; opens and reads one file."""
-        for _ in range(_READ_ATTEMPTS):
+        for attempt in range(_READ_ATTEMPTS):
+            if attempt > _READ_ATTEMPTS // 2:
+                time.sleep(_POLL_SECONDS)
             try:
                 descriptor = os.open(self.path, os.O_RDONLY | _OPEN_FLAGS)
                 try:
-                    usage = _read(descriptor)
+                    data = os.pread(descriptor, RECORD_SIZE_BYTES, 0)
                 finally:
                     os.close(descriptor)
             except OSError:
                 return None
-            if usage is not None:
-                return usage
+            if len(data) != RECORD_SIZE_BYTES or _is_whole(data):  # the first record of all is never seen in part
+                return _parsed(data)
         return None
 
     def used_bytes(self) -> int | None:
@@ -358,8 +361,15 @@ def _settled(usage: Usage, now: float) -> int:
 
 
 def _read(descriptor: int) -> Usage | None:
-    data = os.pread(descriptor, RECORD_SIZE_BYTES, 0)
-    if len(data) != RECORD_SIZE_BYTES or _CRC.unpack(data[-_CRC.size :])[0] != zlib.crc32(data[: -_CRC.size]):
+    return _parsed(os.pread(descriptor, RECORD_SIZE_BYTES, 0))
+
+
+def _is_whole(data: bytes) -> bool:
+    return len(data) == RECORD_SIZE_BYTES and _CRC.unpack(data[-_CRC.size :])[0] == zlib.crc32(data[: -_CRC.size])
+
+
+def _parsed(data: bytes) -> Usage | None:
+    if not _is_whole(data):
         return None
     magic, version, _, *values = _FIELDS.unpack_from(data)
     return Usage(*values) if (magic, version) == (_MAGIC, _VERSION) else None

@@ -18,7 +18,13 @@ from pykvcache_contract.errors import PoolUnavailableError, ReadOnlyError, Trans
 from pykvcache_storage import usage
 from pykvcache_storage.usage import RECORD_SIZE_BYTES, SETTLE_SECONDS, Reserved, UsageLedger
 
-WORKER = """
+PATIENT = """
+from pykvcache_storage import usage
+usage.LOCK_TIMEOUT_SECONDS = 60.0  # the holder may wait for a disk, or for the processor
+"""
+WORKER = (
+    PATIENT
+    + """
 import random, sys
 from pykvcache_storage.usage import Reserved, UsageLedger
 for line in sys.stdin:
@@ -34,7 +40,10 @@ for line in sys.stdin:
         highest = max(highest, ledger.used_bytes())
     print(sum(held), highest, flush=True)
 """
-FILL = """
+)
+FILL = (
+    PATIENT
+    + """
 import sys
 from pykvcache_storage.usage import UsageLedger
 ledger = UsageLedger(sys.argv[1])
@@ -43,6 +52,7 @@ while True:
     ledger.reserve(7, capacity_bytes=1_000_000)
     ledger.release(3)
 """
+)
 
 
 class ManualClock:
@@ -108,7 +118,9 @@ def test_a_kill_at_any_moment_leaves_a_valid_record(tmp_path: Path, start_python
     assert ledger.reserve(1, capacity_bytes=10_000_000) is Reserved.TAKEN
 
 
-def test_threads_of_one_process_exclude_each_other(ledger: UsageLedger) -> None:
+def test_threads_of_one_process_exclude_each_other(ledger: UsageLedger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "LOCK_TIMEOUT_SECONDS", 60.0)
+
     def add() -> None:
         for _ in range(100):
             assert ledger.reserve(1, capacity_bytes=10_000) is Reserved.TAKEN
@@ -174,6 +186,17 @@ def test_any_torn_record_is_noticed(ledger: UsageLedger, offset: int) -> None:
     data[offset] ^= 1
     Path(ledger.path).write_bytes(data)
     assert ledger.used_bytes() is None
+
+
+def test_a_record_whose_writer_lost_the_processor_half_way_is_read_when_it_is_whole(
+    ledger: UsageLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger.reserve(7, capacity_bytes=100)
+    torn, real, slept = [b"x" * RECORD_SIZE_BYTES] * 15, os.pread, []
+    monkeypatch.setattr(usage.os, "pread", lambda *given: torn.pop() if torn else real(*given))
+    monkeypatch.setattr(usage.time, "sleep", slept.append)
+    assert ledger.used_bytes() == 7
+    assert slept, "the processor is given away"
 
 
 def test_a_file_of_a_later_version_is_unknown(ledger: UsageLedger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +279,7 @@ def test_without_flock_one_process_still_counts_right_and_says_so(
 
     assert ledger.shared
     monkeypatch.setattr(usage.fcntl, "flock", flock)
-    test_threads_of_one_process_exclude_each_other(ledger)
+    test_threads_of_one_process_exclude_each_other(ledger, monkeypatch)
     assert not ledger.shared
 
 
