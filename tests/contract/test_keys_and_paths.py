@@ -1,7 +1,7 @@
 """Block keys and pool paths: golden values, because every process must find the same file."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pykvcache_contract import paths
@@ -78,10 +78,18 @@ def test_a_fingerprint_does_not_depend_on_the_order_of_keys(identity):
     assert paths.FINGERPRINT_DIRECTORY.fullmatch(paths.fingerprint_directory(value))
 
 
+def in_order(value):
+    """Return a value with the keys of its dictionaries in order, which means nothing to a fingerprint."""
+    if isinstance(value, dict):
+        return {key: in_order(value[key]) for key in sorted(value)}
+    return [in_order(item) for item in value] if isinstance(value, list) else value
+
+
 @settings(max_examples=30)
 @given(st.text(), json_values, json_values)
+@example("a", {"b": 1, "c": 2}, {"c": 2, "b": 1})
 def test_a_fingerprint_changes_with_any_value(name, one, other):
-    if repr(one) != repr(other):
+    if repr(in_order(one)) != repr(in_order(other)):
         assert fingerprint_of({name: one}) != fingerprint_of({name: other})
 
 

@@ -22,6 +22,8 @@ from pykvcache_storage.testing.blocks import block_content
 from pykvcache_storage.testing.disk import SimulatedDisk
 
 TMPFS = "/dev/shm"
+DEADLINE_SECONDS = 100.0
+"""A write through to a disk that others keep busy takes its time; what hangs must end before pytest's own deadline."""
 SLOT_SIZE_BYTES = 1 << 20
 
 
@@ -46,7 +48,7 @@ class Disk:
     def do(self, operation: RingOperation) -> int:
         """Carry out one operation; return its result."""
         self.ring.submit(operation, 7)
-        ((token, result),) = self.ring.wait(20)
+        ((token, result),) = self.ring.wait(DEADLINE_SECONDS)
         assert token == 7
         return result
 
@@ -56,7 +58,7 @@ class Disk:
             self.ring.submit(operation, token)
         results: dict[int, int] = {}
         while len(results) < len(operations):
-            completions = self.ring.wait(20)
+            completions = self.ring.wait(DEADLINE_SECONDS)
             assert completions, "operations are missing"
             for token, result in completions:
                 assert token not in results
@@ -177,11 +179,11 @@ def run(slots: list[Slot]) -> Iterator[Callable[..., object]]:
         reactor = reactor_of(ring)
         future: Future[object] = Future()
         reactor.submit(factory, priority=Priority.DEMAND, on_done=future.set_result)
-        result = future.result(20)
+        result = future.result(DEADLINE_SECONDS)
         if isinstance(result, Exception):
             raise result
         return result
 
     yield run_task
     for reactor in reactors.values():
-        assert reactor.stop(20)
+        assert reactor.stop(DEADLINE_SECONDS)

@@ -18,13 +18,13 @@ MIB = 1 << 20
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def huge_bytes_at(address: int) -> tuple[int, int]:
-    """Return the size of the mapping around an address and how much of it lies on anonymous huge pages."""
+def mapping_at(address: int) -> tuple[int, str]:
+    """Return the size of the mapping around an address and what the kernel tells of it."""
     text = Path("/proc/self/smaps").read_text()
     for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", text):
         first, last = (int(number, 16) for number in part.split(" ")[0].split("-"))
         if first <= address < last:
-            return last - first, int(re.search(r"AnonHugePages:\s+(\d+) kB", part)[1]) * 1024
+            return last - first, part
     raise AssertionError("no such mapping")
 
 
@@ -73,12 +73,13 @@ def test_a_slot_that_is_no_multiple_of_a_sector_is_a_programmers_error(size):
 @pytest.mark.skipif(
     not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="transparent huge pages are off"
 )
-def test_touched_slots_lie_on_private_huge_pages():
+def test_slots_may_lie_on_private_huge_pages():
     memory = StagingMemory(slot_size_bytes=4 * MIB, budget_bytes=16 * MIB)
     assert memory.huge_pages
     for slot in memory.slots:
         slot.data[:: mmap.PAGESIZE] = bytes(len(slot.data) // mmap.PAGESIZE)
-    size, huge = huge_bytes_at(memory.address)
+    size, told = mapping_at(memory.address)
     assert size >= memory.size_bytes
-    # The kernel may lack a free huge page now and then; most must be huge.
-    assert huge >= memory.size_bytes // 2
+    # Whether it has free ones is the kernel's affair: that it was asked, and takes the mapping for one, is ours.
+    assert re.search(r"^VmFlags:.* hg\b", told, re.MULTILINE)
+    assert re.search(r"^THPeligible:\s+1$", told, re.MULTILINE)

@@ -375,19 +375,19 @@ def test_two_writers_at_once_and_a_reader_that_never_sees_half_a_block(pool, mak
     together = threading.Barrier(3)
 
     def write(number: int) -> None:
-        together.wait(20)
+        together.wait(60)
         outcomes.append(pool.publish(content, number=number))
 
     writers = [threading.Thread(target=write, args=[number]) for number in (1, 2)]
     for writer in writers:
         writer.start()
-    together.wait(20)
+    together.wait(60)
     seen = 0
     while not seen or any(writer.is_alive() for writer in writers):
         with contextlib.suppress(BlockMissingError):
             assert pool.read() == content
             seen += 1
     for writer in writers:
-        writer.join(20)
+        writer.join(60)
     assert sorted(outcomes, key=str) == [Published.ALREADY_THERE, Published.FIRST]
     assert without_probe(names_in(pool)) == [block_path(pool.key)]

@@ -165,7 +165,7 @@ def test_two_processes_that_publish_the_same_blocks_show_complete_ones_only(tmp_
             seen += 1
         except BlockMissingError:
             assert not ended
-    published = [int(writer.communicate(timeout=30)[0]) for writer in writers]
+    published = [int(writer.communicate(timeout=100)[0]) for writer in writers]
     assert sum(published) == (2 * count if method == "rename" else count)
     assert temporary_files(pool) == []
     for number in range(count):

@@ -15,7 +15,7 @@ from pykvcache_storage.reactor.reactor import MAX_RETRIES, Priority, Reactor
 from pykvcache_storage.testing.disk import SimulatedDisk
 
 PAGE = 4096
-SECONDS = 20
+SECONDS = 60
 
 
 @dataclass

@@ -47,7 +47,7 @@ def read_only_view(tmp_path: Path) -> Iterator[Callable[[Path], Path]]:
 
     yield show
     for view in mounted:
-        subprocess.run(["umount", view], check=True)
+        subprocess.run(["umount", "-l", view], check=True)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Recognising a pool again: real mounts that come, go and are replaced under an anchor."""
 
+import gc
 import json
 import os
 import shutil
@@ -161,9 +162,8 @@ def test_the_same_pool_is_back_when_its_disk_is_mounted_again_under_another_devi
     mounts.tmpfs(place)
     anchor = anchored(place)
     shutil.copy(place / "pool.json", place.parent / "copy.json")
+    mounts.bind(place, place.parent / "other")  # keeps the device number, which the next disk would get again
     unmount(place)
-    (place.parent / "other").mkdir()
-    mounts.tmpfs(place.parent / "other")  # takes the device number that was freed
     mounts.tmpfs(place)
     shutil.copy(place.parent / "copy.json", place / "pool.json")
     assert os.stat(place).st_dev != anchor.device
@@ -262,6 +262,7 @@ def test_an_unreadable_pool_is_missing(place: Path, monkeypatch: pytest.MonkeyPa
 
 def test_looking_leaves_no_descriptor_open(place: Path) -> None:
     anchor = anchored(place)
+    gc.collect()  # what others left may close its files at any moment
     before = os.listdir("/proc/self/fd")
     for _ in range(3):
         anchor.state()

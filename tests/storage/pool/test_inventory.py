@@ -1,5 +1,6 @@
 """Walking pools: exact totals, foreign names, links, vanishing files, bounded steps."""
 
+import gc
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -199,6 +200,7 @@ def test_the_throttled_variants_pause_often_and_agree(pool: Path, fingerprint: F
 def test_an_abandoned_walk_closes_its_descriptors(pool: Path, make_key: MakeKey) -> None:
     for number in range(5):
         write(pool, block_path(make_key(number)))
+    gc.collect()  # what others left may close its files at any moment
     before = len(os.listdir("/proc/self/fd"))
     walk = iterate_blocks(str(pool))
     next(walk)
