@@ -70,6 +70,8 @@ class PoolOnDisk:
         self.directory = directory
         self.identity = identity
         self.fingerprint: Fingerprint = fingerprint_of(identity)
+        # Ages count from here: a use counts to the minute, and one that ended between two blocks would spoil the order.
+        self._now_seconds = time.time()
         directory.mkdir(exist_ok=True)
         self.prepare()
 
@@ -86,7 +88,7 @@ class PoolOnDisk:
     def write(self, number: int, *, age_seconds: float = 0.0, depth: int = 0, rank: int = 0) -> Path:
         """Publish one block as if it had been used so long ago, so deep in its prefix."""
         payload = random.Random(-number - 1).randbytes(BLOCK_BYTES - 4096)
-        used_ns = recency_ns(time.time() - age_seconds, depth)
+        used_ns = recency_ns(self._now_seconds - age_seconds, depth)
         return publish(self.directory, self.key(number, rank=rank), payload, used_ns=used_ns)
 
     def fill(self, count: int, *, age_seconds: float = 0.0) -> list[Path]:
@@ -97,6 +99,12 @@ class PoolOnDisk:
 
     def recount(self) -> None:
         self.ledger.recount(lambda: count_bytes(str(self.directory)))
+
+    def give_to(self, user: int) -> None:
+        """Give all to a user who may begin to remove at once: what lies deeper first, so that nothing is gone yet."""
+        for folder, _, names in os.walk(self.directory, topdown=False):
+            for path in (*(os.path.join(folder, name) for name in names), folder):
+                os.chown(path, user, user)
 
     def blocks(self) -> set[Path]:
         # Not rglob, which fails where a folder vanishes before it is read.
@@ -232,14 +240,16 @@ class Sidecar:
     def port(self) -> str:
         """Return the port, as soon as the log names it."""
         assert self.process.poll() is None, self.text()
-        line = next((line for line in self.text().splitlines() if "listening on" in line), "")
-        return line.rpartition(":")[2]
+        lines = self.text().splitlines(keepends=True)
+        line = next((line for line in lines if "listening on" in line and line.endswith("\n")), "")
+        return line.rpartition(":")[2].strip()
 
     def get(self, path: str) -> tuple[int, str]:
         """Return status code and body."""
         port = wait_for_value(self.port, "the sidecar to listen")
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the environment's
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=DEADLINE_SECONDS) as answer:
+            with opener.open(f"http://127.0.0.1:{port}{path}", timeout=DEADLINE_SECONDS) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:

@@ -204,7 +204,7 @@ def test_blocks_of_another_user_are_told_with_a_remedy(make_pool, open_folder, s
     sidecar = start_sidecar(pool.directory, "--capacity", 100 * pool.block_bytes, user=65534)
     status = sidecar.wait_status(lambda status: "cannot be removed" in status["reason"])
     assert "chown -R 65534" in status["reason"]
-    subprocess.run(["chown", "-R", "65534", pool.directory], check=True)
+    pool.give_to(65534)
     sidecar.wait_status(lambda status: status["evicted"]["blocks"] == 15 and not status["reason"])
 
 

@@ -37,35 +37,40 @@ care.try_open = fail_once
 
 def missing(place):
     place.rmdir()
+    return place.mkdir
 
 
 def foreign(place):
-    (place / "thesis.tex").write_text("mine")
+    return put(place / "thesis.tex", "mine")
 
 
 def marked(place):
-    (place / UNAVAILABLE_MARKER).write_text("DiskNotMounted")
+    return put(place / UNAVAILABLE_MARKER, "DiskNotMounted")
 
 
 def a_file(place):
     place.rmdir()
     place.write_text("no directory")
 
+    def repair():
+        place.unlink()
+        place.mkdir()
+
+    return repair
+
 
 def damaged(place):
-    (place / "pool.json").write_text("{")
+    return put(place / "pool.json", "{")
 
 
+def put(path, text):
+    path.write_text(text)
+    return path.unlink
+
+
+# Each returns how it is put right: by one step, after which the sidecar may make its pool at any moment.
 WRONG = {"missing": missing, "foreign": foreign, "marked": marked, "a file": a_file, "damaged": damaged}
 STATES = {"missing": "missing"}
-
-
-def repair(place):
-    if place.is_file():
-        place.unlink()
-    place.mkdir(exist_ok=True)
-    for wrong in ("thesis.tex", UNAVAILABLE_MARKER, "pool.json"):
-        (place / wrong).unlink(missing_ok=True)
 
 
 @pytest.fixture
@@ -96,7 +101,7 @@ def test_an_empty_directory_becomes_a_pool(place, start_sidecar):
 
 @pytest.mark.parametrize("what", WRONG)
 def test_what_is_wrong_is_told_and_waited_for(place, start_sidecar, what):
-    WRONG[what](place)
+    repair = WRONG[what](place)
     sidecar = start_sidecar(place, *OPTIONS)
     status = sidecar.wait_state(STATES.get(what, "refused"))
     assert str(place) in status["reason"] or "not ready on this node" in status["reason"]
@@ -104,7 +109,7 @@ def test_what_is_wrong_is_told_and_waited_for(place, start_sidecar, what):
     text = sidecar.get("/metrics")[1]
     assert [f'pykvcache_pool_state{{state="{state}"}} 1.0' in text for state in POOL_STATES].count(True) == 1
     assert sidecar.text().count("state: ") == 1  # looked at twenty times a second
-    repair(place)
+    repair()
     sidecar.wait_state("working")
     assert answers(sidecar) == [200, 200]
 

@@ -18,7 +18,7 @@ class Machine:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.lines: list[str] = []
-        self.patience_seconds = 10.0
+        self.patience_seconds = 60.0
         (root / "proc" / "self").mkdir(parents=True)
         (root / "sys" / "dev" / "block").mkdir(parents=True)
         (root / "sys" / "class" / "block").mkdir(parents=True)
@@ -132,7 +132,7 @@ def test_a_disk_that_cannot_be_asked_is_left_out(machine):
 def test_a_real_tmpfs_at_a_real_place_is_found(tmp_path, mounts):
     place = tmp_path / "nvme7"
     mounts.tmpfs(place, size="8m")
-    (disk,) = discover([f"{tmp_path}/nvme*"], patience=Patience(10.0))
+    (disk,) = discover([f"{tmp_path}/nvme*"], patience=Patience(60.0))
     assert (disk.mount_path, disk.filesystem, disk.size_bytes) == (str(place), "tmpfs", 8 << 20)
 
 
