@@ -15,7 +15,8 @@ import pytest
 from hypothesis import settings
 
 # No deadline for one example: on a busy machine it fails what is right; pytest-timeout stops what hangs.
-settings.register_profile("project", deadline=None, print_blob=True)
+# CI judges a change by the same examples each time; developers' runs go on looking for new ones.
+settings.register_profile("project", deadline=None, print_blob=True, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("project")
 
 StartPython = Callable[..., "subprocess.Popen[str]"]
