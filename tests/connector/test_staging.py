@@ -207,6 +207,19 @@ def test_at_its_deadline_a_request_lets_go_and_stays_late(make_bench):
     assert bench.staging.want("r", keys(1)) is WAITING
 
 
+def test_a_request_whose_disk_is_found_to_hang_at_its_deadline_counts_as_late(make_bench):
+    bench = make_bench()
+    bench.staging.want("early", keys(1))
+    bench.staging.drop("early")
+    bench.staging.want("r", keys(1, 2))
+    bench.step()
+    bench.clock.advance(SECONDS)
+    bench.staging.drop("r")  # in this step a worker has told that its disk hangs, so vLLM was told of a miss
+    assert bench.late == 1
+    assert bench.waited_for_reads
+    assert bench.staging.want("r", keys(1, 2)) is LATE
+
+
 def test_who_waits_in_the_queue_is_late_too(make_bench):
     bench = make_bench(blocks_max=2)
     bench.staging.want("one", keys(1, 2))

@@ -131,9 +131,13 @@ class Staging:
         )
 
     def drop(self, request_id: str) -> None:
-        """Let go what a request wanted; it loads nothing. A late one stays late."""
+        """Let go what a request wanted; it loads nothing. A late one stays late.
+
+        Why a load is given up must not depend on who is asked first at its deadline: the workers tell of a hanging disk
+        a moment later, and their news may come in the same step.
+        """
         wish = self._wishes.get(request_id)
-        if wish is not None and not wish.is_late:
+        if wish is not None and not self._is_late(request_id, wish):
             self.forget(request_id)
 
     def forget(self, request_id: str) -> None:
