@@ -23,7 +23,7 @@ from harness.kubectl import Kubectl
 from harness.settings import DEVELOPER, REPORTS, Mode, Settings
 
 Cluster = LocalCluster | ExternalCluster | KindCluster
-TEST_LIMIT_S = 600  # a test may have to wait for an image, and for a cluster
+TEST_LIMIT_S = 900  # a test may have to wait for an image, and for a cluster
 CLUSTERS = ("api_server", "local_cluster", "cluster")  # fixtures
 
 
@@ -111,7 +111,7 @@ def namespace(request, kubectl) -> Iterator[str]:
     """A new namespace; its deletion begins after the test and is not waited for."""
     words = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower()).strip("-")[:40].strip("-")
     name = f"{words}-{uuid.uuid4().hex[:6]}"
-    kubectl.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+    kubectl.make_namespace(name)
     yield name
     kubectl.delete("namespace", name, wait=False)
 

@@ -91,19 +91,19 @@ class Agent:
                 stderr=output,
                 env=environment,
             )
-        wait_for(f"the agent's port; {self.log}", self._find_port, limit_s=30)
+        wait_for(f"the agent's port; {self.log}", self._find_port, limit_s=180)
 
     def _find_port(self) -> str:
         assert self._process is not None
         assert self._process.poll() is None, self.log.read_text()
-        found = re.search(r"listening on \S+:(\d+)", self.log.read_text())
+        found = re.search(r"listening on \S+:(\d+)\n", self.log.read_text())
         self.http_port = found[1] if found else ""
         return self.http_port
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         assert self._process is not None
         self._process.send_signal(number)
-        return self._process.wait(20)
+        return self._process.wait(60)
 
     def get(self, path: str) -> tuple[int, str]:
         try:
@@ -147,14 +147,14 @@ class Agent:
             seen = next((entry for entry in entries if entry["name"] == name), {})
             return seen if (seen.get("state"), seen.get("reason", "")) == (state, reason) else None
 
-        return wait_for(f"pool {name} to be {state} {reason}; the log ends with {tail(self.log)}", look, limit_s=40)
+        return wait_for(f"pool {name} to be {state} {reason}; the log ends with {tail(self.log)}", look, limit_s=120)
 
     def wait_until_untold(self, name: str) -> None:
         def is_gone() -> bool:
             node = self.kubectl.get("kvcachenode", self.name)
             return name not in [entry["name"] for entry in node.get("status", {}).get("pools", [])]
 
-        wait_for(f"pool {name} to be told no more", is_gone, limit_s=40)
+        wait_for(f"pool {name} to be told no more", is_gone, limit_s=120)
 
     # ---- kubelet ----
 
@@ -235,7 +235,7 @@ def test_a_node_tells_its_disks_and_what_became_of_a_pool_and_goes_with_its_node
     assert f'pykvcache_node_pool_ready{{pool="{name}"}} 1.0' in metrics
     agent.stop()
     agent.kubectl.delete("node", agent.name)
-    wait_for("its KVCacheNode to go", lambda: agent.kubectl.find("kvcachenode", agent.name) is None, limit_s=60)
+    wait_for("its KVCacheNode to go", lambda: agent.kubectl.find("kvcachenode", agent.name) is None, limit_s=120)
 
 
 def test_pods_of_a_namespace_find_what_others_wrote_and_other_namespaces_do_not(agent):
@@ -264,7 +264,7 @@ def test_a_deleted_pool_is_erased_also_by_an_agent_that_was_down(agent):
     assert agent.stop() == 0
     agent.kubectl.delete("kvcachepool", second)
     agent.start()
-    wait_for("the orphan to be erased", lambda: not (agent.disk / "pykvcache" / second).exists(), limit_s=40)
+    wait_for("the orphan to be erased", lambda: not (agent.disk / "pykvcache" / second).exists(), limit_s=120)
     agent.wait_until_untold(second)
 
 
@@ -323,7 +323,7 @@ def test_a_measurement_that_the_operator_wrote_reaches_the_pools_directories(age
     }
     agent.kubectl.patch("kvcachenode", agent.name, {"status": {"profiles": [profile]}}, subresource="status")
     path = mounted / "profiles" / "storage.json"
-    wait_for("the profile", path.exists, limit_s=30)
+    wait_for("the profile", path.exists, limit_s=120)
     assert json.loads(path.read_text())["readBytesPerSecond"] == 12345
     node = agent.kubectl.get("kvcachenode", agent.name)
     assert node["status"]["pools"], "the agent's writes and the operator's leave each other alone"

@@ -9,7 +9,7 @@ from harness.chart import Installation
 from harness.kubectl import Object
 from harness.pools import Disk, pod_with_pool, pool_named
 from harness.settings import REPOSITORY
-from harness.waiting import wait_for
+from harness.waiting import NotYetError, wait_for
 
 # The first test also builds images and starts the cluster.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -74,14 +74,14 @@ def make_pool(installation, disk, kubectl):
 
     yield make
     for name in made:
-        kubectl.run("delete", "kvcachepool", name, "--ignore-not-found", "--timeout=60s")
+        kubectl.run("delete", "kvcachepool", name, "--ignore-not-found", "--timeout=180s")
 
 
 @pytest.fixture
 def other(kubectl, namespace):
     """A second namespace."""
     name = f"{namespace[:50]}-b"
-    kubectl.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+    kubectl.make_namespace(name)
     yield kubectl.within(name)
     kubectl.delete("namespace", name, wait=False)
 
@@ -110,19 +110,18 @@ def test_the_readme_holds_nodes_are_ready_and_measured_pods_find_what_their_name
     pools.wait_for_condition(kubectl, "default", "Ready", "True")
     for name, found in (("first", ""), ("second", "one\n")):
         inside = start(name, "default", "cat /pool/said 2>/dev/null; echo one >> /pool/said")
-        ended = inside.wait_for_phase(name, "Succeeded", "Failed", limit_s=90)
+        ended = inside.wait_for_phase(name, "Succeeded", "Failed", limit_s=180)
         assert ended["status"]["phase"] == "Succeeded", inside.logs(name)
         assert inside.logs(name) == found
         inside.delete("pod", name)
     start("other", "default", "ls -a /pool", inside=other)
-    other.wait_for_phase("other", "Succeeded", limit_s=90)
+    other.wait_for_phase("other", "Succeeded", limit_s=180)
     told = other.logs("other")
     assert "said" not in told
     assert "pool.json" in told
 
-    pools.wait_for_condition(kubectl, "default", "Calibrated", "True", limit_s=180)
-    listed = kubectl.run("get", "kvcachepools,kvcachenodes")
-    row = kubectl.get("kvcachepool", "default")["status"]
+    pools.wait_for_condition(kubectl, "default", "Calibrated", "True", limit_s=400)
+    row, listed = wait_for("an unchanging moment", lambda: told_and_listed(kubectl))
     assert (row["nodes"], row["capacity"]) == ("1/1", "1.0 GiB")
     assert row["readBytesPerSecond"]["min"] > MIB
     for shown in ("kvcachepool.pykvcache.io/default", "kvcachenode.pykvcache.io/node1", "1/1", "1.0 GiB", row["read"]):
@@ -136,9 +135,19 @@ def test_the_readme_holds_nodes_are_ready_and_measured_pods_find_what_their_name
         kept = [json.loads(disk.read(file)) for file in files]
         return all(document["readBytesPerSecond"] == profile["readBytesPerSecond"] for document in kept)
 
-    wait_for("the measurement to reach the pool's directories", handed_on, limit_s=30)
-    kubectl.run("delete", "-f", "-", "--timeout=60s", text=text)
+    wait_for("the measurement to reach the pool's directories", handed_on, limit_s=120)
+    kubectl.run("delete", "-f", "-", "--timeout=180s", text=text)
     assert disk.find() == []
+
+
+def told_and_listed(kubectl) -> tuple[Object, str]:
+    """Return the pool's status and how kubectl lists it; NotYetError if the one changed beside the other."""
+    before = kubectl.get("kvcachepool", "default")["status"]
+    listed = kubectl.run("get", "kvcachepools,kvcachenodes")
+    after = kubectl.get("kvcachepool", "default")["status"]
+    if before != after:
+        raise NotYetError(f"{before}, then {after}")
+    return before, listed
 
 
 def measured(kubectl) -> Object:
@@ -155,7 +164,7 @@ def lines_of(inside, name: str) -> int:
 def wait_for_more(inside, name: str) -> None:
     """Wait until such a pod has written again."""
     before = lines_of(inside, name)
-    wait_for(f"{name} to write on", lambda: lines_of(inside, name) > before, limit_s=30)
+    wait_for(f"{name} to write on", lambda: lines_of(inside, name) > before, limit_s=120)
 
 
 def test_pods_that_start_or_end_while_the_agent_is_away_wait_for_it_and_no_mount_stays(
@@ -164,7 +173,7 @@ def test_pods_that_start_or_end_while_the_agent_is_away_wait_for_it_and_no_mount
     node = local_cluster.nodes[0]
     name = make_pool(pool_named("away"))
     inside = start("ending", name, WRITE_ON)
-    inside.wait_for_phase("ending", "Running", limit_s=90)
+    inside.wait_for_phase("ending", "Running", limit_s=180)
     pools.send_agents_away(kubectl)
     try:
         wait_for_more(inside, "ending")
@@ -178,7 +187,7 @@ def test_pods_that_start_or_end_while_the_agent_is_away_wait_for_it_and_no_mount
                 uid in line and "TearDown failed" in line
                 for line in (node.state / "log/kubelet").read_text().splitlines()
             ),
-            limit_s=90,
+            limit_s=180,
         )
         assert inside.get("pod", "starting")["status"]["phase"] == "Pending"
         assert inside.get("pod", "ending")["metadata"]["deletionTimestamp"]
@@ -194,13 +203,13 @@ def test_pods_that_start_or_end_while_the_agent_is_away_wait_for_it_and_no_mount
 def test_a_pool_that_is_deleted_while_a_pod_mounts_it_stays_until_the_pod_ends(make_pool, disk, kubectl, start):
     name = make_pool(pool_named("held"))
     inside = start("holder", name, WRITE_ON)
-    inside.wait_for_phase("holder", "Running", limit_s=90)
+    inside.wait_for_phase("holder", "Running", limit_s=180)
     kubectl.delete("kvcachepool", name, wait=False)
     pools.wait_for_condition(kubectl, name, "Deleting", "True", reason="InUse")
     pools.wait_for_state(kubectl, "node1", name, "Deleting", reason="InUse")
     wait_for_more(inside, "holder")
     start("late", name, f"cat /pool/{pools.MARKER}; ! touch /pool/x")
-    inside.wait_for_phase("late", "Succeeded", limit_s=90)
+    inside.wait_for_phase("late", "Succeeded", limit_s=180)
     assert "is being deleted" in inside.logs("late")
     assert kubectl.find("kvcachepool", name)
     inside.delete("pod", "holder")
@@ -213,12 +222,12 @@ def test_force_takes_a_pool_away_from_a_pod_that_runs_on_and_ends_cleanly(
 ):
     name = make_pool(pool_named("forced"))
     inside = start("holder", name, "while true; do echo on >> /pool/said; sleep 0.1; done 2>/dev/null")
-    inside.wait_for_phase("holder", "Running", limit_s=90)
+    inside.wait_for_phase("holder", "Running", limit_s=180)
     kubectl.delete("kvcachepool", name, wait=False)
     pools.wait_for_condition(kubectl, name, "Deleting", "True", reason="InUse")
     kubectl.patch("kvcachepool", name, {"metadata": {"annotations": {"pykvcache.io/force-delete": "true"}}})
     pools.wait_until_gone(kubectl, "kvcachepool", name)
-    wait_for("its files to be gone", lambda: not disk.find(), limit_s=60)
+    wait_for("its files to be gone", lambda: not disk.find(), limit_s=120)
     assert inside.exec("holder", "ls", "-A", "/pool") == ""
     assert inside.get("pod", "holder")["status"]["phase"] == "Running"
     inside.delete("pod", "holder")
@@ -230,13 +239,13 @@ def test_a_capacity_that_is_lowered_is_kept_while_the_pod_runs_on(make_pool, dis
     name = make_pool(manifest)
     script = f"python3 -c '{STORE_BLOCKS}' && touch /pool/stored; {WRITE_ON}"
     inside = start("storing", name, script, image=local_cluster.image("sidecar"))
-    inside.wait_for_phase("storing", "Running", limit_s=90)
-    wait_for("the blocks to be stored", lambda: inside.exec("storing", "ls", "/pool/stored"), limit_s=60)
+    inside.wait_for_phase("storing", "Running", limit_s=180)
+    wait_for("the blocks to be stored", lambda: inside.exec("storing", "ls", "/pool/stored"), limit_s=120)
     assert blocks_of(disk) == 40
     manifest["spec"]["storage"]["capacityPerNode"] = "16Mi"
     kubectl.apply(manifest)
-    wait_for("blocks to be evicted", lambda: 0 < blocks_of(disk) < 16, limit_s=60)
-    wait_for("the new capacity to be told", lambda: told(kubectl, name) == (16 * MIB, True), limit_s=60)
+    wait_for("blocks to be evicted", lambda: 0 < blocks_of(disk) < 16, limit_s=120)
+    wait_for("the new capacity to be told", lambda: told(kubectl, name) == (16 * MIB, True), limit_s=120)
     wait_for_more(inside, "storing")
     assert inside.get("pod", "storing")["status"]["containerStatuses"][0]["restartCount"] == 0
 
@@ -262,6 +271,6 @@ def test_a_pod_whose_namespace_may_not_use_the_pool_waits_with_an_event_that_say
     assert stranger["phase"] == "Pending"
     assert stranger["containerStatuses"][0]["state"]["waiting"]["reason"] == "ContainerCreating"
     inside = start("friend", name, "ls /pool")
-    inside.wait_for_phase("friend", "Succeeded", limit_s=90)
+    inside.wait_for_phase("friend", "Succeeded", limit_s=180)
     kubectl.patch("kvcachepool", name, {"spec": {"allowedNamespaces": {"names": [namespace, other.namespace]}}})
     other.wait_for_phase("stranger", "Succeeded", limit_s=pools.PATIENCE_S)

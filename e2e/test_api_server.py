@@ -23,7 +23,7 @@ def test_the_objects_of_a_simulated_node_go_with_it(api_server, kubectl, namespa
     role = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole", "rules": []}
     kubectl.apply({**role, "metadata": {"name": "of-node", "ownerReferences": [owner]}})
     kubectl.delete("node", "simulated")
-    kubectl.run("wait", "--for=delete", "clusterrole/of-node", "--timeout=60s")
+    kubectl.run("wait", "--for=delete", "clusterrole/of-node", "--timeout=180s")
 
 
 def test_a_wait_that_ends_in_vain_says_what_was_seen_last(api_server, kubectl, namespace):

@@ -77,7 +77,7 @@ def test_the_job_makes_a_restricted_pod_that_preempts_nobody_and_exit_42_ends_it
     start = StartJob(node="gpu-7", key="0123", attempt=3, short=True)
     built = build_job(pool, start, settings)
     restricted.apply(built)
-    pod = wait_for("the pod", lambda: only_pod(restricted), limit_s=60)
+    pod = wait_for("the pod", lambda: only_pod(restricted), limit_s=120)
     assert pod["spec"]["preemptionPolicy"] == "Never"
     name = built["metadata"]["name"]
     seen = read_job(restricted.get("job", name), [pod])
@@ -88,7 +88,7 @@ def test_the_job_makes_a_restricted_pod_that_preempts_nobody_and_exit_42_ends_it
     container = {"name": "calibrate", "image": "", "imageID": "", "ready": False, "restartCount": 0}
     status = {"phase": "Failed", "containerStatuses": [{**container, "state": {"terminated": end}}]}
     restricted.patch("pod", pod["metadata"]["name"], {"status": status}, subresource="status")
-    job = wait_for("the end of the Job", lambda: has_ended(restricted, name), limit_s=60)
+    job = wait_for("the end of the Job", lambda: has_ended(restricted, name), limit_s=120)
     assert (job.state, job.job_reason) == (JobState.FAILED, "PodFailurePolicy")
     said = "/pool cannot be written: mount it read-write"
     assert parse_result(job) == CalibrationFailure("Unsupported", said)

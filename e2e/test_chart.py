@@ -54,13 +54,14 @@ def installed(helm, cluster_kubectl, api_server):
     for node in ("chart-a", "chart-b"):
         api_server.add_node(node, labels={"kubernetes.io/os": "linux"})
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
-    cluster_kubectl.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": labels}})
+    cluster_kubectl.make_namespace(NAMESPACE, labels=labels)
     # Other modules of this run leave the CRDs that they applied.
     helm.run("install", "py-kvcache", str(CHART), "--take-ownership", "--force-conflicts")
     wait_for_crds(cluster_kubectl)
     yield
     if "py-kvcache" in helm.run("list", "--short"):
-        helm.run("uninstall", "py-kvcache")
+        # Who installs it next finds no namespace that is about to end.
+        helm.run("uninstall", "py-kvcache", "--wait", "--timeout=180s")
     for node in ("chart-a", "chart-b"):
         cluster_kubectl.delete("node", node)
     cluster_kubectl.delete("namespace", NAMESPACE)
@@ -74,7 +75,7 @@ def pods_of(kubectl, namespace, count):
             raise NotYetError(f"{len(pods)} pods; {[row.get('message') for row in events][-3:]}")
         return pods
 
-    return wait_for(f"{count} pods in {namespace}", probe, limit_s=60)
+    return wait_for(f"{count} pods in {namespace}", probe, limit_s=120)
 
 
 def test_pod_security_admits_the_operator_the_webhooks_and_one_agent_a_node(installed, kubectl):
@@ -337,7 +338,7 @@ def test_an_upgrade_keeps_pools_and_renews_crds(installed, helm, kubectl):
 
 def test_an_uninstall_leaves_crds_and_pools_and_nothing_else(installed, helm, kubectl):
     kubectl.apply(POOL)
-    helm.run("uninstall", "py-kvcache", "--wait", "--timeout=60s")
+    helm.run("uninstall", "py-kvcache", "--wait", "--timeout=180s")
     assert kubectl.get("kvcachepool", "scratch")
 
     def left():
@@ -346,7 +347,7 @@ def test_an_uninstall_leaves_crds_and_pools_and_nothing_else(installed, helm, ku
             raise NotYetError(text)
         return True
 
-    wait_for("everything else to be gone", left, limit_s=60)
+    wait_for("everything else to be gone", left, limit_s=120)
 
 
 def test_crds_that_came_from_elsewhere_are_taken_over_on_request(installed, helm, kubectl):
@@ -361,6 +362,6 @@ def test_crds_that_came_from_elsewhere_are_taken_over_on_request(installed, helm
 
 def test_it_can_be_installed_again_over_what_an_uninstall_left(installed, helm, kubectl):
     kubectl.apply(POOL)
-    helm.run("uninstall", "py-kvcache", "--wait", "--timeout=60s")
+    helm.run("uninstall", "py-kvcache", "--wait", "--timeout=180s")
     helm.run("install", "py-kvcache", str(CHART))
     assert kubectl.get("kvcachepool", "scratch")

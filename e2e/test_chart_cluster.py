@@ -86,11 +86,11 @@ def test_a_chart_that_is_removed_before_its_pools_leaves_their_data_and_adopts_t
     for pool in ("adopted", "doomed"):
         pools.wait_for_state(kubectl, "node1", pool, "Ready")
         inside.apply(pod_with_pool(pool, pool=pool, image=image, script="echo kept > /pool/said", node="node1"))
-        inside.wait_for_phase(pool, "Succeeded", limit_s=90)
+        inside.wait_for_phase(pool, "Succeeded", limit_s=180)
         inside.delete("pod", pool)
     uid = kubectl.get("kvcachepool", "adopted")["metadata"]["uid"]
     inside.apply(pod_with_pool("lasting", pool="adopted", image=image, script="sleep 600", node="node1"))
-    inside.wait_for_phase("lasting", "Running", limit_s=90)
+    inside.wait_for_phase("lasting", "Running", limit_s=180)
     installation.uninstall()
     assert {f"{disk.pools}/{name}/ns/{namespace}/said" for name in ("adopted", "doomed")} <= set(disk.find())
     kubectl.delete("kvcachepool", "doomed", wait=False)
@@ -131,7 +131,9 @@ def test_an_uninstall_after_the_pools_leaves_nothing_on_nodes_but_what_retain_ke
     assert left.split() == [f"{root}/plugins/{pools.DRIVER}"]
     kinds = "pods,daemonsets,deployments,clusterroles,clusterrolebindings,csidrivers,validatingadmissionpolicies"
     assert kubectl.run("get", kinds, "--all-namespaces", "-l", OURS, "-o", "name") == ""
-    wait_for("the agents' namespace to be gone", lambda: kubectl.find("namespace", AGENT_NAMESPACE) is None, limit_s=90)
+    wait_for(
+        "the agents' namespace to be gone", lambda: kubectl.find("namespace", AGENT_NAMESPACE) is None, limit_s=180
+    )
     installation.install_again(VALUES)
 
 
@@ -156,7 +158,7 @@ def test_an_uninstall_leaves_crds_and_pools_only(installation, kubectl):
             raise NotYetError(f"left: {left}")
         return True
 
-    wait_for("everything else to be gone", nothing_left, limit_s=90)
+    wait_for("everything else to be gone", nothing_left, limit_s=180)
     assert kubectl.find("namespace", AGENT_NAMESPACE) is None
 
 

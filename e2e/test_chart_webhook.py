@@ -4,6 +4,7 @@ through upgrades. Nothing answers at the webhook's address here.
 
 import base64
 import json
+import re
 import runpy
 from contextlib import ExitStack
 
@@ -12,7 +13,7 @@ import yaml
 
 from gen_manifests import CHART, NAMESPACE
 from harness.certificates import Authority
-from harness.chart import run_job
+from harness.chart import AGENT_NAMESPACE, run_job
 from harness.helm import Helm, HelmError
 from harness.kubectl import Kubectl, KubectlError
 from harness.operators import Operators
@@ -26,6 +27,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.short, pytest.mark.slow]
 NAME = "pykvcache-webhook"
 ONE = ("--set", "webhook.replicas=1")
 LABEL = {"pykvcache.io/pool": "default"}
+UNANSWERED = 'failed calling webhook "pods.pykvcache.io"'
 RESTRICTED = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
@@ -47,12 +49,14 @@ def helm(settings, api_server):
 @pytest.fixture(scope="module")
 def installed(helm, api_server):
     """The chart with its defaults; removed after the module."""
-    api_server.kubectl.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
+    kubectl = api_server.kubectl
+    kubectl.make_namespace(NAMESPACE)
     # Other modules of this run leave the CRDs that they applied.
     helm.run("install", "py-kvcache", str(CHART), "--take-ownership", "--force-conflicts")
+    kubectl.within(AGENT_NAMESPACE).wait_for("serviceaccount", "default", bool, "to be made")  # pods are tried there
     yield
-    helm.run("uninstall", "py-kvcache")
-    api_server.kubectl.delete("namespace", NAMESPACE)
+    helm.run("uninstall", "py-kvcache", "--wait", "--timeout=180s")
+    kubectl.delete("namespace", NAMESPACE)
 
 
 @pytest.fixture
@@ -80,19 +84,33 @@ def dry_run(kubectl, document, namespace):
     kubectl.within(namespace).run("create", "--dry-run=server", "-f", "-", text=json.dumps(document))
 
 
+def wait_until_refused(kubectl, document, namespace):
+    """Wait until a pod is refused, as nobody answers: the API server reads configurations and labels a moment late."""
+
+    def is_refused():
+        try:
+            dry_run(kubectl, document, namespace)
+        except KubectlError as error:
+            if UNANSWERED in str(error):
+                return True
+            raise
+        return False
+
+    wait_for("a refusal", is_refused)
+
+
 def test_a_labelled_pod_starts_although_nobody_answers(installed, kubectl, namespace):
     dry_run(kubectl, pod("labelled", labels=LABEL), namespace)
 
 
 def test_only_labelled_pods_without_the_cache_are_sent(upgrade, kubectl, namespace):
     upgrade("--set", "webhook.failurePolicy=Fail", "--set", "webhook.timeoutSeconds=2")
-    with pytest.raises(KubectlError, match=r'failed calling webhook "pods\.pykvcache\.io"'):
-        dry_run(kubectl, pod("labelled", labels=LABEL), namespace)
-    with pytest.raises(KubectlError, match=r'failed calling webhook "pods\.pykvcache\.io"'):
+    wait_until_refused(kubectl, pod("labelled", labels=LABEL), namespace)
+    with pytest.raises(KubectlError, match=re.escape(UNANSWERED)):
         dry_run(kubectl, pod("annotated", labels=LABEL, annotations={"a": "b"}), namespace)
     dry_run(kubectl, pod("unlabelled", labels={"app": "vllm"}), namespace)
     dry_run(kubectl, pod("injected", labels=LABEL, annotations={"pykvcache.io/injected": "0.2.0"}), namespace)
-    for excluded in ("kube-system", NAMESPACE, "pykvcache-agent"):
+    for excluded in ("kube-system", NAMESPACE, AGENT_NAMESPACE):
         dry_run(kubectl, pod("labelled", labels=LABEL), excluded)
 
 
@@ -103,8 +121,7 @@ def test_a_namespace_without_the_label_asked_for_is_left_alone(upgrade, kubectl,
     )
     dry_run(kubectl, pod("labelled", labels=LABEL), namespace)
     kubectl.patch("namespace", namespace, {"metadata": {"labels": {"team": "a"}}})
-    with pytest.raises(KubectlError, match="failed calling webhook"):
-        dry_run(kubectl, pod("labelled", labels=LABEL), namespace)
+    wait_until_refused(kubectl, pod("labelled", labels=LABEL), namespace)
 
 
 # ---- the certificate's bundle ----
@@ -294,7 +311,7 @@ def active(operator, kubectl, stack, tmp_path):
     operators = Operators(tmp_path / "operators", kubeconfig=operator.kubeconfig, namespace=NAMESPACE, stack=stack)
     options = {"webhook_configuration": NAME, "webhook_service": NAME, "follow_pods": True, "watch_seconds": 5}
     process = operators.start(lease_name="pykvcache-operator", **options).wait_until_active()
-    wait_for("a bundle", lambda: bundle_of(kubectl), limit_s=90)
+    wait_for("a bundle", lambda: bundle_of(kubectl), limit_s=180)
     yield process
     for name in ("pykvcache-webhook-ca", "pykvcache-webhook-tls"):
         kubectl.within(NAMESPACE).delete("secret", name)
@@ -351,7 +368,7 @@ def test_operator_and_webhook_need_no_more_rights_than_the_chart_gives_them(acti
             raise NotYetError(str([event["reason"] for event in events]))
         return True
 
-    wait_for("an Event about the pod that was missed", told, limit_s=60)
+    wait_for("an Event about the pod that was missed", told, limit_s=120)
     active.ask_to_end()
     assert active.wait_for_end() == 0
     process, _ = webhook

@@ -57,7 +57,7 @@ class Team:
     def remove(self, *names) -> None:
         self.kubectl.run("delete", "pod", *names, "--force", "--grace-period=0")
 
-    def wait_for(self, status, reason, *, limit_s=90):
+    def wait_for(self, status, reason, *, limit_s=180):
         """Wait until the pool's condition InjectionHealthy is so, and return the pool's status."""
         what = f"to have InjectionHealthy={status} {reason}"
         wanted = (status, reason)
@@ -66,7 +66,7 @@ class Team:
         )
         return found["status"]
 
-    def wait_for_numbers(self, injected, skipped, missed, *, limit_s=90):
+    def wait_for_numbers(self, injected, skipped, missed, *, limit_s=180):
         def has(pool):
             status = pool.get("status", {})
             names = ("injectedPods", "skippedPods", "missedPods")
@@ -92,7 +92,7 @@ class Team:
                 raise NotYetError("none")
             return events
 
-        return wait_for(f"an event on {name}", found, limit_s=90)
+        return wait_for(f"an event on {name}", found, limit_s=180)
 
     def clear(self) -> None:
         self._cluster.delete("kvcachepool", self.pool, wait=False)
@@ -171,7 +171,7 @@ def test_a_restarted_operator_tells_nothing_twice(operators, team):
     def knows():
         return second.metric('pykvcache_operator_pod_events_total{result="known"}') >= 1
 
-    wait_for("the event to be known", knows, limit_s=90)
+    wait_for("the event to be known", knows, limit_s=180)
     assert len(team.events("missed")) == 1
     team.wait_for("False", "MissedPods")
 

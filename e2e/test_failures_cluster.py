@@ -67,7 +67,7 @@ def add_pool(installation, add_disk, kubectl):
 
     yield add
     for name in made:
-        kubectl.run("delete", "kvcachepool", name, "--ignore-not-found", "--timeout=60s")
+        kubectl.run("delete", "kvcachepool", name, "--ignore-not-found", "--timeout=180s")
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def disk_pressure(local_cluster, nodes):
     restart(text.replace("nodefs.available: 1%", "nodefs.available: 99%"))
     yield
     restart(text)
-    wait_for("the pressure to end", lambda: not has_pressure(local_cluster.kubectl), limit_s=90)
+    wait_for("the pressure to end", lambda: not has_pressure(local_cluster.kubectl), limit_s=180)
     local_cluster.load(local_cluster.state / "busybox.tar", local_cluster.busybox)  # kubelet has removed what it could
 
 
@@ -196,21 +196,21 @@ def test_under_disk_pressure_the_agent_stays_and_starts_again_and_the_pool_is_se
     for name, image in (("keeps-agents", local_cluster.image("sidecar")), ("keeps-busybox", local_cluster.busybox)):
         inside.apply(critical(pod_with_pool(name, pool=pool, image=image, script="sleep 600", node="node2")))
     for name in ("victim", "keeps-agents", "keeps-busybox"):
-        inside.wait_for_phase(name, "Running", limit_s=90)
+        inside.wait_for_phase(name, "Running", limit_s=180)
     agents = kubectl.within(AGENT_NAMESPACE)
     former = agent_on(agents, "node2")
     request.getfixturevalue("disk_pressure")
-    wait_for("the pressure", lambda: has_pressure(kubectl), limit_s=90)
+    wait_for("the pressure", lambda: has_pressure(kubectl), limit_s=180)
     ended = inside.wait_for_phase("victim", "Failed", limit_s=pools.PATIENCE_S)
     assert ended["status"]["reason"] == "Evicted"
     assert agent_on(agents, "node2") == former
     agents.delete("pod", former)
-    wait_for("another agent on the node", lambda: agent_on(agents, "node2") != former, limit_s=60)
+    wait_for("another agent on the node", lambda: agent_on(agents, "node2") != former, limit_s=120)
     pools.wait_for_agents(kubectl)
     pools.wait_for_state(kubectl, "node2", pool, "Ready")
     body = pod_with_pool("late", pool=pool, image=local_cluster.busybox, script="ls /pool", node="node2")
     inside.apply(critical(body))
-    inside.wait_for_phase("late", "Succeeded", limit_s=90)
+    inside.wait_for_phase("late", "Succeeded", limit_s=180)
     assert "pool.json" in inside.logs("late")
     assert has_pressure(kubectl)
 
@@ -255,7 +255,7 @@ def test_a_deletion_does_not_wait_for_a_lost_node_which_erases_its_part_when_it_
     first, second = add_disk(1), add_disk(2)
     pool = add_pool(pool_named("lost"), "node1", "node2")
     inside = start("stranded", pool, "echo kept > /pool/said; sleep 600", node="node2")
-    inside.wait_for_phase("stranded", "Running", limit_s=90)
+    inside.wait_for_phase("stranded", "Running", limit_s=180)
     wait_for("the pod to have written", lambda: any(path.endswith("/said") for path in second.find()))
     absence.begin()
     if how == "its Node is deleted":
@@ -312,7 +312,7 @@ MEASURED = {"calibration": {"enabled": True}, "diskSelector": {"minSize": "2Gi"}
 def test_an_evicted_measurement_is_made_by_another_pod(add_disk, add_pool, kubectl):
     add_disk(1, size="3G")
     pool = add_pool(pool_named("evicted", **MEASURED), "node1")
-    name = wait_for("a measurement", lambda: measuring_pod(kubectl), limit_s=90)
+    name = wait_for("a measurement", lambda: measuring_pod(kubectl), limit_s=180)
     assert profile_of(kubectl, pool)["state"] == "Running"
     eviction = (
         f'{{"apiVersion":"policy/v1","kind":"Eviction","metadata":{{"name":"{name}","namespace":"{NAMESPACE}"}}}}'
@@ -334,7 +334,7 @@ def test_a_measurement_that_is_killed_again_and_again_is_told_tried_later_and_ne
             nodes[0].sandbox.run("pkill", "-KILL", "-f", "pykvcache calibrate storage")
         return wait_for_profile(kubectl, pool, "Failed", limit_s=0)
 
-    wait_for("a measurement", lambda: measuring_pod(kubectl), limit_s=90)
+    wait_for("a measurement", lambda: measuring_pod(kubectl), limit_s=180)
     failed = wait_for("the measurement to have failed", killed, limit_s=240)
     assert (failed["reason"], failed["failures"]) == ("Crashed", 1)
     assert "137" in failed["message"]

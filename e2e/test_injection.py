@@ -12,7 +12,7 @@ from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 
 from harness.random_pods import pods
-from harness.waiting import wait_for
+from harness.waiting import NotYetError, wait_for
 from pykvcache_contract.api.pool import KVCachePool
 from pykvcache_operator.injection.inject import inject
 from pykvcache_operator.injection.outcome import InjectionSettings, Result
@@ -141,6 +141,17 @@ RANGE = {
 WIDE = {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"cpu": "2", "memory": "1Gi"}}
 
 
+def wait_until_accepted(api, namespace, pod):
+    """Wait until a quota admits a pod: before its namespace was counted for the first time it admits none."""
+
+    def is_accepted():
+        if why := refusal(api, namespace, pod):
+            raise NotYetError(why)
+        return True
+
+    wait_for("the pod as it came to be admitted", is_accepted)
+
+
 @pytest.mark.parametrize(
     ("objects", "bad", "sign"),
     [
@@ -160,7 +171,7 @@ def test_quotas_and_limit_ranges_that_admit_the_pod_admit_it_with_the_cache(api,
     wait_for(f"a refusal: {sign}", lambda: sign in refusal(api, namespace, refused))
     size = {"cpu": "2", "memory": "4Gi"}
     pod = vllm(container={"resources": {"requests": size, "limits": size}})
-    assert refusal(api, namespace, pod) == ""
+    wait_until_accepted(api, namespace, pod)
     for storage in STORAGES.values():
         outcome = injected(pod, namespace, storage)
         assert (outcome.result, refusal(api, namespace, outcome.pod)) == (Result.INJECTED, "")

@@ -18,6 +18,7 @@ from harness.waiting import NotYetError, wait_for
 # The first test also builds images, a large one among them, and starts the cluster.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 POOL = "default"
+COMPONENT = "app.kubernetes.io/component=webhook"
 OFFLINE = f"""
 from vllm import LLM, SamplingParams
 
@@ -69,7 +70,7 @@ def add_pool(installation, kubectl):
 
     yield add
     for name in made:
-        kubectl.run("delete", "kvcachepool", name, "--ignore-not-found", "--timeout=60s")
+        kubectl.run("delete", "kvcachepool", name, "--ignore-not-found", "--timeout=180s")
 
 
 def is_injected(pod) -> bool:
@@ -99,7 +100,12 @@ def webhook(installation, kubectl):
             limit_s=120,
         )
 
-    yield lambda: scale(0)
+    def stop() -> None:
+        scale(0)
+        # One that is asked to end goes on answering for a while.
+        wait_for("its pods to be gone", lambda: not system.list("pods", selector=COMPONENT))
+
+    yield stop
     scale(1)
 
 
@@ -109,7 +115,7 @@ def test_without_the_webhook_pods_start_without_the_cache_and_an_event_and_the_p
     webhook()
     pod = start("missed", "sleep 600")
     assert not is_injected(pod)
-    inside.wait_for_phase("missed", "Running", limit_s=90)
+    inside.wait_for_phase("missed", "Running", limit_s=180)
     said = event_of(inside, "missed", "CacheNotInjected")
     assert "Delete the pod" in said
     told = pools.wait_for_condition(kubectl, POOL, "InjectionHealthy", "False", reason="MissedPods")
@@ -128,7 +134,7 @@ def event_of(inside, name: str, reason: str) -> str:
                 return str(row["message"])
         raise NotYetError(f"events: {[(row['involvedObject']['name'], row['reason']) for row in rows]}")
 
-    return wait_for(f"the event {reason} of {name}", probe, limit_s=60)
+    return wait_for(f"the event {reason} of {name}", probe, limit_s=120)
 
 
 def test_while_the_webhook_hangs_pods_start_without_the_cache(disk, start, inside, local_cluster):
@@ -139,7 +145,7 @@ def test_while_the_webhook_hangs_pods_start_without_the_cache(disk, start, insid
         assert end_of(inside, "hung") == "ran\n"
     finally:
         node.run("pkill", "-CONT", "-f", "pykvcache-operator webhook")
-    wait_for("pods to be injected again", lambda: is_injected(start_again(start, inside, "later")), limit_s=90)
+    wait_for("pods to be injected again", lambda: is_injected(start_again(start, inside, "later")), limit_s=180)
 
 
 def start_again(start, inside, name: str):
@@ -172,6 +178,8 @@ def test_quota_and_limit_range_admit_the_pod_with_what_is_added(disk, start, add
     inside.apply({"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "all"}, "spec": {"hard": hard}})
     limits = [{"type": "Container", "max": {"cpu": "1", "memory": "1Gi"}, "min": {"cpu": "5m", "memory": "8Mi"}}]
     inside.apply({"apiVersion": "v1", "kind": "LimitRange", "metadata": {"name": "all"}, "spec": {"limits": limits}})
+    # Before the namespace was counted for the first time a quota admits no pod.
+    inside.wait_for("resourcequota", "all", lambda quota: quota.get("status", {}).get("used"), "to be counted")
     for pool in (POOL, "scratch"):
         assert is_injected(start(f"counted-{pool}", "ls /pykvcache/pool", pool=pool))
         assert "pool.json" in end_of(inside, f"counted-{pool}")

@@ -10,7 +10,7 @@ import pytest
 from harness.kubectl import KubectlError, Object
 from harness.operators import GIB, Agents, Operators, condition, entry
 from harness.proxy import ApiProxy
-from harness.waiting import wait_for
+from harness.waiting import NotYetError, wait_for
 from pykvcache_contract.metrics import OPERATOR_METRICS, WEBHOOK_CERTIFICATE_EXPIRY, WEBHOOK_CERTIFICATE_FAILURES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -62,7 +62,7 @@ class Fleet:
         self.kubectl.apply(document)
         return self.kubectl.get("kvcachepool", full)
 
-    def wait_for(self, pool: Object, kind: str, status: str, reason: str = "", *, limit_s: float = 30) -> Object:
+    def wait_for(self, pool: Object, kind: str, status: str, reason: str = "", *, limit_s: float = 120) -> Object:
         def holds(found: Object) -> bool:
             seen = condition(found, kind)
             return seen[0] == status and reason in ("", seen[1])
@@ -70,7 +70,7 @@ class Fleet:
         what = f"to have {kind}={status} {reason}"
         return self.kubectl.wait_for("kvcachepool", pool["metadata"]["name"], holds, what, limit_s=limit_s)
 
-    def wait_until_gone(self, pool: Object, *, limit_s: float = 30) -> None:
+    def wait_until_gone(self, pool: Object, *, limit_s: float = 120) -> None:
         name = pool["metadata"]["name"]
         wait_for(f"{name} to be gone", lambda: self.kubectl.find("kvcachepool", name) is None, limit_s=limit_s)
 
@@ -86,6 +86,16 @@ class Fleet:
     def events_of(self, pool: Object) -> list[str]:
         found = json.loads(self.kubectl.run("get", "events.v1.events.k8s.io", "-n", "default", "-o", "json"))["items"]
         return [event["reason"] for event in found if event["regarding"]["name"] == pool["metadata"]["name"]]
+
+    def wait_for_events(self, pool: Object, *reasons: str) -> None:
+        """Wait until these were told, which is done after the status says so."""
+
+        def are_told() -> bool:
+            if missing := set(reasons) - set(told := self.events_of(pool)):
+                raise NotYetError(f"{missing} not among {told}")
+            return True
+
+        wait_for("the events", are_told)
 
     def clear(self) -> None:
         for name in self.pools:
@@ -132,7 +142,7 @@ def test_a_pool_becomes_ready_with_its_nodes_and_says_what_they_have(operators, 
     assert condition(found, "Degraded")[0] == "False"
     assert condition(found, "IOUringAvailable") == ("True", "Available")
     assert (fleet.label_of(first, pool), fleet.label_of(second, pool)) == ("ready", "ready")
-    assert {"NotEnoughNodes", "Ready", "Recovered"} <= set(fleet.events_of(pool))
+    fleet.wait_for_events(pool, "NotEnoughNodes", "Ready", "Recovered")
     columns = fleet.kubectl.run("get", "kvcachepool", pool["metadata"]["name"]).split()
     assert "2/2" in columns
     served = re.findall(r"^# TYPE (\S+)", operator.get("/metrics")[1], flags=re.MULTILINE)
@@ -186,7 +196,7 @@ def test_a_delete_does_not_wait_for_a_node_that_is_lost(operators, agents, fleet
     fleet.make_unreachable(fleet.nodes[0])
     fleet.kubectl.delete("kvcachepool", pool["metadata"]["name"], wait=False)
     fleet.wait_until_gone(pool)
-    wait_for("the event", lambda: "ErasedLater" in fleet.events_of(pool), limit_s=10)
+    fleet.wait_for_events(pool, "ErasedLater")
 
 
 def test_pods_that_mount_a_pool_hold_it_until_force(operators, agents, fleet):
@@ -198,7 +208,7 @@ def test_pods_that_mount_a_pool_hold_it_until_force(operators, agents, fleet):
     wait_for("the finalizer", lambda: fleet.kubectl.get("kvcachepool", name)["metadata"].get("finalizers"))
     fleet.kubectl.delete("kvcachepool", name, wait=False)
     fleet.wait_for(pool, "Deleting", "True", "InUse")
-    assert "InUse" in fleet.events_of(pool)
+    fleet.wait_for_events(pool, "InUse")
     fleet.kubectl.run("annotate", "kvcachepool", name, f"{FORCE}=true")
     fleet.wait_until_gone(pool)  # Retain: nothing to wait for
 
@@ -216,19 +226,19 @@ def test_what_happened_while_no_operator_ran_is_caught_up_with(operators, agents
     operators.start().wait_until_active()
     fleet.wait_until_gone(pool)
     fleet.wait_for(other, "Ready", "True")
-    wait_for("the old label to go", lambda: fleet.label_of(fleet.nodes[0], pool) is None, limit_s=20)
+    wait_for("the old label to go", lambda: fleet.label_of(fleet.nodes[0], pool) is None, limit_s=120)
 
 
 def test_labels_of_a_pool_that_was_torn_away_go(operators, agents, fleet):
     operator = operators.start().wait_until_active()
     pool = ready_pool(fleet, agents)
-    wait_for("the label", lambda: fleet.label_of(fleet.nodes[0], pool) == "ready", limit_s=20)
+    wait_for("the label", lambda: fleet.label_of(fleet.nodes[0], pool) == "ready", limit_s=120)
     fleet.wait_for_finalizer(pool)
     operator.kill()
     fleet.kubectl.patch("kvcachepool", pool["metadata"]["name"], {"metadata": {"finalizers": None}})
     fleet.kubectl.delete("kvcachepool", pool["metadata"]["name"])
     operators.start().wait_until_active()
-    wait_for("the label to go", lambda: fleet.label_of(fleet.nodes[0], pool) is None, limit_s=20)
+    wait_for("the label to go", lambda: fleet.label_of(fleet.nodes[0], pool) is None, limit_s=120)
 
 
 @pytest.mark.short
@@ -263,7 +273,7 @@ def test_a_restarted_api_server_is_followed_again(operators, agents, fleet, api_
     fleet.make_unreachable(fleet.nodes[0])
     second = fleet.add_pool("second", nodeSelector={"fleet": "none"})
     try:
-        fleet.wait_for(pool, "Ready", "False", "NotEnoughNodes", limit_s=60)
+        fleet.wait_for(pool, "Ready", "False", "NotEnoughNodes", limit_s=120)
     except TimeoutError:
         if "the lease" not in operator.log.read_text():
             raise
@@ -280,15 +290,15 @@ def test_watches_that_fall_silent_make_it_unhealthy(operators, agents, fleet, ap
         heard = "pykvcache_operator_last_watch_event_timestamp_seconds"
         before = operator.metric(heard)
         idle_s = 12 * 3  # longer than silence is suffered, for pools, nodes and KVCacheNodes: their ends tell they live
-        wait_for("an idle stretch", lambda: operator.metric(heard) > before + idle_s, limit_s=60)
+        wait_for("an idle stretch", lambda: operator.metric(heard) > before + idle_s, limit_s=120)
         assert operator.get("/healthz")[0] == 200
         proxy.stall()
-        wait_for("it to be unhealthy", lambda: operator.get("/healthz")[0] == 503, limit_s=60)
+        wait_for("it to be unhealthy", lambda: operator.get("/healthz")[0] == 503, limit_s=120)
         text = operator.get("/healthz")[1]
         assert "told nothing about" in text
         assert operator.metric("pykvcache_operator_is_leader") == 1  # all but the watches works
         proxy.flow()
-        wait_for("it to be healthy again", lambda: operator.get("/healthz")[0] == 200, limit_s=60)
+        wait_for("it to be healthy again", lambda: operator.get("/healthz")[0] == 200, limit_s=120)
     finally:
         proxy.stop()
 
@@ -360,25 +370,27 @@ def test_nothing_is_written_when_nothing_changes(operators, agents, fleet):
     operator = operators.start(resync_seconds=1).wait_until_active()
     pool = ready_pool(fleet, agents)
     fleet.wait_for(pool, "NodesReady", "True")
+    wait_for("it to have told all", lambda: operator.metric("pykvcache_operator_reconcile_waiting") == 0)
     version = fleet.kubectl.get("kvcachepool", pool["metadata"]["name"])["metadata"]["resourceVersion"]
-    writes = operator.metric("pykvcache_operator_api_requests_total") - _reads(operator)
-    done = operator.metric("pykvcache_operator_reconcile_total")
+    before = _writes(operator)
     for _ in range(3):
         agents.report(fleet.nodes[0], entry(pool))  # heartbeats
+    done = operator.metric("pykvcache_operator_reconcile_total")
     wait_for(
         "five rounds over all pools",
         lambda: operator.metric("pykvcache_operator_reconcile_total") >= done + 5,
-        limit_s=30,
+        limit_s=120,
     )
-    now = operator.metric("pykvcache_operator_api_requests_total") - _reads(operator)
-    lease_renewals = 15
-    assert now - writes <= lease_renewals, operator.get("/metrics")[1]
+    assert _writes(operator) == before
     assert fleet.kubectl.get("kvcachepool", pool["metadata"]["name"])["metadata"]["resourceVersion"] == version
 
 
-def _reads(operator) -> float:
-    verbs = ("get", "list", "watch")
-    return sum(operator.metric(f'pykvcache_operator_api_requests_total{{verb="{verb}"}}') for verb in verbs)
+def _writes(operator) -> dict[str, str]:
+    """Return how often the operator wrote anything but its Lease, which alone it updates as a whole, by verb."""
+    series = r'^pykvcache_operator_api_requests_total\{verb="(\w+)"\} (\S+)$'
+    counts = re.findall(series, operator.get("/metrics")[1], flags=re.MULTILINE)
+    assert counts
+    return {verb: count for verb, count in counts if verb not in {"get", "list", "watch", "update"}}
 
 
 def test_claims_are_made_in_allowed_namespaces_and_go_with_the_pool(operators, fleet, namespace):
@@ -400,7 +412,7 @@ def test_claims_are_made_in_allowed_namespaces_and_go_with_the_pool(operators, f
 def test_a_claim_in_a_namespace_that_is_deleted_is_no_trouble(operators, fleet, namespace, kubectl):
     operators.start().wait_until_active()
     other = f"{namespace[:50]}-b"
-    kubectl.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": other}})
+    kubectl.make_namespace(other)
     storage = {"type": "SharedFilesystem", "storageClassName": "none-such", "capacity": "1Gi"}
     pool = fleet.add_pool(storage=storage, allowedNamespaces={"names": [namespace, other]})
     claim = f"pykvcache-{pool['metadata']['name']}"

@@ -173,9 +173,16 @@ def test_a_dry_run_shows_what_would_be_and_makes_nothing(serve, maker, pool):
     assert maker.kubectl.find("pod", "dry") is None
 
 
+# A pod waits a second for news of its pool, which must not decide here: the machine may be busy.
+PATIENT = """
+import pykvcache_operator.webhook.server as server
+server.UNKNOWN_SECONDS_MAX = 20.0
+"""
+
+
 @pytest.mark.short
 def test_a_pool_and_a_pod_of_one_file_find_each_other(serve, maker, kubectl):
-    serve()
+    serve(before=PATIENT)
     name = f"p{uuid.uuid4().hex[:8]}"
     documents = [pool_document(name), pod("at-once", name)]
     text = "\n---\n".join(map(json.dumps, documents))

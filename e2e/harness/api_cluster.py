@@ -34,7 +34,7 @@ class ApiCluster:
         """Start it and wait until objects can be made."""
         with stage("API server ready"):
             self._plane.start()
-            wait_for("the API server", self._is_ready, limit_s=90)
+            wait_for("the API server", self._is_ready, limit_s=180)
 
     def stop(self) -> None:
         """End it; its logs and data go too."""
@@ -45,7 +45,7 @@ class ApiCluster:
     def restart_apiserver(self) -> None:
         """Kill the API server, start it anew and wait until objects can be made."""
         self._plane.restart_apiserver()
-        wait_for("the API server after its restart", self._is_ready, limit_s=90)
+        wait_for("the API server after its restart", self._is_ready, limit_s=180)
 
     @property
     def certificates(self) -> Path:
@@ -69,7 +69,7 @@ class ApiCluster:
     def _is_ready(self) -> bool:
         self._plane.check()
         try:
-            self.kubectl.run("get", "--raw", "/readyz", limit_s=5)
+            self.kubectl.run("get", "--raw", "/readyz", limit_s=30)
             self.kubectl.get("serviceaccount", "default")  # the controller manager works too
         except KubectlError as error:
             raise NotYetError(str(error)) from None

@@ -48,6 +48,7 @@ class Installation:
         self.kubectl = cluster.kubectl
         self.helm = Helm(cache, cluster.kubeconfig, namespace=NAMESPACE)
         self._values: dict[str, Any] = {"agent.kubeletDir": cluster.kubelet_root, "webhook.replicas": 1}
+        self._values["webhook.timeoutSeconds"] = 30  # its longest: later, pods start without the cache, by design
         for target in ("operator", "sidecar", "connector"):
             registry, _, name = cluster.image(target).rpartition("/")
             repository, _, tag = name.partition(":")
@@ -81,7 +82,7 @@ class Installation:
     def remove(self) -> None:
         """Remove it and everything that it leaves; pools that it could not clean up are let go."""
         if self._is_installed():
-            self.kubectl.run("delete", "kvcachepools", "--all", "--timeout=60s")
+            self.kubectl.run("delete", "kvcachepools", "--all", "--timeout=180s")
             self.uninstall()
         elif self.kubectl.find("crd", CRDS[0]):
             for pool in self.kubectl.list("kvcachepools"):

@@ -98,7 +98,7 @@ class LocalCluster:
             self._plane.start()
             self._forward()
             node.start(busybox=self._busybox())
-            wait_for("the API server", self._api_is_ready, limit_s=90)
+            wait_for("the API server", self._api_is_ready, limit_s=180)
             self._wait_for_node(node)
 
     def add_node(self) -> Node:
@@ -163,7 +163,7 @@ class LocalCluster:
     def _api_is_ready(self) -> bool:
         if self._plane:
             self._plane.check()
-        self.kubectl.run("get", "--raw", "/readyz", limit_s=5)
+        self.kubectl.run("get", "--raw", "/readyz", limit_s=30)
         return bool(self.kubectl.get("serviceaccount", "default"))
 
     def _wait_for_node(self, node: Node) -> None:
@@ -174,4 +174,4 @@ class LocalCluster:
                 raise NotYetError(json.dumps(conditions))
             return True
 
-        wait_for(f"{node.name} to be Ready", ready, limit_s=90)
+        wait_for(f"{node.name} to be Ready", ready, limit_s=180)

@@ -21,9 +21,9 @@ def wait_for_crds(kubectl: Kubectl) -> None:
     """Wait until objects can be made."""
     for name in NAMES:
         # Not `kubectl wait`, which fails where there is no status yet.
-        kubectl.wait_for("crd", name, _is_established, "to be established", limit_s=60)
+        kubectl.wait_for("crd", name, _is_established, "to be established", limit_s=120)
         # Discovery and schemas, which kubectl asks for, come a moment later.
-        wait_for(f"kubectl to know {name}", partial(kubectl.run, "explain", name), limit_s=60)
+        wait_for(f"kubectl to know {name}", partial(kubectl.run, "explain", name), limit_s=120)
 
 
 def _is_established(crd: Object) -> bool:

@@ -46,7 +46,7 @@ def pool_on_disk(cluster: LocalCluster, name: str, spec: Object = INJECTION) -> 
         cluster.kubectl.apply(pool_named(name, **spec))
         pools.wait_for_state(cluster.kubectl, "node1", name, "Ready")
         yield disk
-        cluster.kubectl.run("delete", "kvcachepool", name, "--ignore-not-found", "--timeout=60s")
+        cluster.kubectl.run("delete", "kvcachepool", name, "--ignore-not-found", "--timeout=180s")
     finally:
         disk.remove()
 

@@ -9,7 +9,7 @@ from typing import Any
 from harness.waiting import NotYetError, wait_for
 
 Object = dict[str, Any]
-COMMAND_LIMIT_S = 120  # for one kubectl, which has no limit of its own
+COMMAND_LIMIT_S = 240  # for one kubectl, which has no limit of its own
 
 
 class KubectlError(NotYetError):
@@ -53,6 +53,11 @@ class Kubectl:
             text = thing if isinstance(thing, str) else json.dumps(thing)
             self.run("apply", "--server-side", "--force-conflicts", "--field-manager=e2e", "-f", "-", text=text)
 
+    def make_namespace(self, name: str, *, labels: Mapping[str, str] | None = None) -> None:
+        """Make a namespace, and wait until pods can be made in it: none are before it has its service account."""
+        self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels or {}}})
+        self.within(name).wait_for("serviceaccount", "default", bool, "to be made")
+
     def get(self, kind: str, name: str) -> Object:
         """Return one object; KubectlError if there is none."""
         found: Object = json.loads(self.run("get", kind, name, "-o", "json"))
@@ -75,7 +80,7 @@ class Kubectl:
 
     def delete(self, kind: str, name: str, *, wait: bool = True) -> None:
         """Delete one object if it is there, and wait until it is gone."""
-        self.run("delete", kind, name, "--ignore-not-found", f"--wait={str(wait).lower()}", "--timeout=90s")
+        self.run("delete", kind, name, "--ignore-not-found", f"--wait={str(wait).lower()}", "--timeout=180s")
 
     def logs(self, pod: str, *, container: str = "", previous: bool = False) -> str:
         """Return what a pod wrote."""
@@ -88,7 +93,7 @@ class Kubectl:
         return self.run("exec", pod, *extra, "--", *command)
 
     def wait_for(
-        self, kind: str, name: str, condition: Callable[[Object], object], what: str, *, limit_s: float = 60
+        self, kind: str, name: str, condition: Callable[[Object], object], what: str, *, limit_s: float = 120
     ) -> Object:
         """Wait until an object exists and the condition holds for it, and return it.
 
@@ -104,7 +109,7 @@ class Kubectl:
 
         return wait_for(f"{kind}/{name} {what}", probe, limit_s=limit_s, every_s=0.3)
 
-    def wait_for_phase(self, pod: str, *phases: str, limit_s: float = 60) -> Object:
+    def wait_for_phase(self, pod: str, *phases: str, limit_s: float = 120) -> Object:
         """Wait until a pod is in one of the phases."""
 
         def reached(found: Object) -> bool:

@@ -99,7 +99,7 @@ class Node:
         self.processes.append(
             self.sandbox.spawn("containerd", ["containerd", "--config", self.state / "containerd.toml"])
         )
-        wait_for(f"containerd of {self.name}", lambda: self.ctr("version"), limit_s=30)
+        wait_for(f"containerd of {self.name}", lambda: self.ctr("version"), limit_s=120)
         self.load(busybox)
         self.start_kubelet()
 
@@ -120,7 +120,7 @@ class Node:
         """Stop the kubelet and wait until it has ended; pods run on, the node becomes NotReady after 40 s."""
         self.sandbox.run("busybox", "killall", "kubelet")
         self.processes = [process for process in self.processes if process.name != "kubelet"]
-        wait_for("the kubelet to end", lambda: not self.has_kubelet(), limit_s=20)
+        wait_for("the kubelet to end", lambda: not self.has_kubelet(), limit_s=120)
 
     def has_kubelet(self) -> bool:
         """Whether the kubelet runs."""

@@ -39,19 +39,19 @@ class OperatorProcess:
 
     def wait_until_serving(self) -> "OperatorProcess":
         """Wait until its probes answer."""
-        wait_for("the operator's port", self._find_port, limit_s=30)
+        wait_for("the operator's port", self._find_port, limit_s=120)
         return self
 
     def wait_until_active(self) -> "OperatorProcess":
         """Wait until it holds the Lease and has read the cluster."""
         self.wait_until_serving()
-        wait_for(f"the operator to be active; {self.log}", self._is_active, limit_s=60)
+        wait_for(f"the operator to be active; {self.log}", self._is_active, limit_s=120)
         return self
 
     def get(self, path: str) -> tuple[int, str]:
         """Return status and text of one of its pages."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}{path}", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}{path}", timeout=60) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:
@@ -66,7 +66,7 @@ class OperatorProcess:
         """Do as the kubelet does."""
         self._popen.send_signal(signal.SIGTERM)
 
-    def wait_for_end(self, *, limit_s: float = 30) -> int:
+    def wait_for_end(self, *, limit_s: float = 120) -> int:
         """Wait until it has ended, and return its exit status."""
         return self._popen.wait(limit_s)
 
@@ -89,7 +89,7 @@ class OperatorProcess:
 
     def _find_port(self) -> bool:
         self._check()
-        found = re.search(r"/metrics on port (\d+)", self.log.read_text())
+        found = re.search(r"/metrics on port (\d+)\n", self.log.read_text())
         if not found:
             raise NotYetError(tail(self.log))
         self._port = int(found[1])

@@ -175,7 +175,7 @@ def send_agents_away(kubectl: Kubectl) -> None:
     """Let no node have a node agent, and wait until none has."""
     _place_agents(kubectl, {AWAY: "yes"})
     inside = kubectl.within(AGENT_NAMESPACE)
-    wait_for("the node agents to be gone", lambda: not inside.list("pods"), limit_s=90)
+    wait_for("the node agents to be gone", lambda: not inside.list("pods"), limit_s=180)
 
 
 def call_agents_back(kubectl: Kubectl) -> None:

@@ -5,14 +5,17 @@ behind; one started with lasting=True does not.
 """
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+END_LIMIT_S = 60
+PORTS = range(10_000, 30_000)  # from 30000 on they may be NodePorts of this machine's own Kubernetes
 _OUTLIVING: list[subprocess.Popen[bytes]] = []
 """Lasting processes, held so that none is taken for one that was forgotten."""
 
@@ -58,9 +61,14 @@ class Process:
             raise RuntimeError(f"{self.name} ended with status {code}; {self.log} ends with:\n{tail(self.log)}")
 
     def kill(self) -> None:
-        """End it at once, with what it waits for, and wait until it is gone."""
-        for pid in [*children(self.pid), self.pid] if self._popen.poll() is None else []:
+        """End it at once, with what it waits for, and wait until both are gone."""
+        waited_for = children(self.pid) if self._popen.poll() is None else []
+        for pid in waited_for:
             send(pid, signal.SIGKILL)
+        if waited_for:  # it ends when they have, which takes them a moment
+            with suppress(subprocess.TimeoutExpired):
+                self._popen.wait(END_LIMIT_S)
+        self._popen.kill()
         self._popen.wait()
 
 
@@ -101,7 +109,19 @@ def abandoned(parent: Path, kind: str) -> list[Path]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return different free ports of 127.0.0.1; another program may take one before it is used."""
+    """Return different free ports of 127.0.0.1, none of those that the kernel gives to whoever asks for any.
+
+    They are used seconds later, and again after a restart; any other program could have such a one by then.
+    """
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    outside = [port for port in PORTS if not low <= port <= high]
+    drawn = random.SystemRandom().sample(outside, len(outside))  # so that runs side by side do not take the same
+    found: list[int] = []
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [opened.getsockname()[1] for opened in sockets]
+        for port in [*drawn, *[0] * count]:  # 0: whichever the kernel gives, where it gives all of them
+            with suppress(OSError):  # taken
+                opened = stack.enter_context(socket.create_server(("127.0.0.1", port)))
+                found.append(opened.getsockname()[1])
+            if len(found) == count:
+                break
+    return found

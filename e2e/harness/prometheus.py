@@ -16,7 +16,7 @@ from harness.waiting import NotYetError, wait_for
 
 PORT = 9090
 CONFIGURATION = """\
-global: {{scrape_interval: 1s, scrape_timeout: 1s}}
+global: {{scrape_interval: 5s, scrape_timeout: 5s}}
 scrape_configs:
   - job_name: pods
     file_sd_configs: [{{files: [{targets}], refresh_interval: 1s}}]
@@ -47,7 +47,7 @@ class Prometheus:
             f"--web.listen-address=127.0.0.1:{PORT}",
         ]
         self._process = node.sandbox.spawn("prometheus", [program, *options])
-        wait_for("Prometheus", self._is_ready, limit_s=90)
+        wait_for("Prometheus", self._is_ready, limit_s=180)
 
     def scrape(self, pods: Iterable[Object]) -> None:
         """Scrape these pods, and no others, if their annotations ask for it."""

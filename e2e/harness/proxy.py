@@ -33,7 +33,7 @@ class ApiProxy:
         self._port = 0
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._thread.start()
-        if not self._started.wait(10):
+        if not self._started.wait(120):
             raise RuntimeError("the proxy did not start")
         self.kubeconfig = state / "through-proxy.conf"
         self.kubeconfig.write_text(json.dumps(self._kubeconfig()))
@@ -50,7 +50,7 @@ class ApiProxy:
         """End it."""
         self._flowing.set()
         self._loop.call_soon_threadsafe(self._end.set)
-        self._thread.join(10)
+        self._thread.join(120)
 
     def _kubeconfig(self) -> Mapping[str, object]:
         named = {"name": "proxy"}

@@ -59,7 +59,7 @@ class Sandbox:
             unshare.check()
             return ready.exists()
 
-        wait_for("the node's namespaces", entered, limit_s=20, every_s=0.02)
+        wait_for("the node's namespaces", entered, limit_s=120, every_s=0.02)
         self.pid = children(unshare.pid)[0]
 
     @property
@@ -108,7 +108,9 @@ class Sandbox:
         """End everything inside at once, and wait until it has ended."""
         if self.is_alive:
             send(self.pid, signal.SIGKILL)
-            wait_for("the node's processes to end", lambda: not self.is_alive, limit_s=20, every_s=0.02)
+            wait_for("the node's processes to end", lambda: not self.is_alive, limit_s=120, every_s=0.02)
+        # First the one that waits for the first process inside, whose end the kernel puts off until all others have
+        # ended. Those that entered must live meanwhile: what they wait for is there until they take note of its end.
         for process in self._ours:
             process.kill()
 
@@ -146,7 +148,7 @@ def remove_cgroups(name: str) -> None:
             folders.pop(0)
         return True
 
-    wait_for("the cgroups of the node to be empty", removed, limit_s=10, every_s=0.05)
+    wait_for("the cgroups of the node to be empty", removed, limit_s=120, every_s=0.05)
 
 
 def _hierarchies() -> list[Path]:

@@ -21,7 +21,7 @@ from harness.waiting import NotYetError, wait_for
 EXAMPLE = REPOSITORY / "examples" / "vllm.yaml"
 NAME = "vllm"  # of the Deployment, its container and its model
 PORT = 8000
-START_S = 400.0  # an engine starts in half a minute; several at once on a busy machine take minutes
+START_S = 800.0  # an engine starts in half a minute; several at once on a busy machine take minutes
 BLOCK_TOKENS = 64
 FLAGS = (
     f"--model={vllm_image.MODEL}",

@@ -13,7 +13,7 @@ class NotYetError(Exception):
     """A probe may raise it to say what is missing."""
 
 
-def wait_for(what: str, probe: Callable[[], Answer], *, limit_s: float = 60, every_s: float = 0.2) -> Answer:
+def wait_for(what: str, probe: Callable[[], Answer], *, limit_s: float = 120, every_s: float = 0.2) -> Answer:
     """Call the probe until its answer is true, and return that.
 
     A probe that raises NotYetError, as KubectlError is, or OSError is asked again.

@@ -27,6 +27,8 @@ MANIFEST = Path(__file__).parents[2] / "manifests" / "install.yaml"
 KIND = "mutatingwebhookconfiguration"
 NAMES = ("127.0.0.1", "pykvcache-webhook.test.svc")
 MAIN = "from pykvcache_operator.main import main; import sys; sys.argv[0] = 'pykvcache-operator'; main()"
+PATIENCE_S = 30
+"""How long the API server waits for a webhook here, its longest: an answer that comes later is lost."""
 Object = dict[str, Any]
 Change = Callable[[Object], None]
 
@@ -57,13 +59,13 @@ class WebhookProcess:
 
     def wait_until_ready(self) -> "WebhookProcess":
         """Wait until it says that reviews should be sent to it."""
-        wait_for(f"the webhook to be ready; {self.log}", lambda: self.get("/readyz")[0] == 200, limit_s=60)
+        wait_for(f"the webhook to be ready; {self.log}", lambda: self.get("/readyz")[0] == 200, limit_s=120)
         return self
 
     def get(self, path: str) -> tuple[int, str]:
         """Return status and text of one of its pages."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self._find_port()}{path}", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._find_port()}{path}", timeout=60) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:
@@ -85,7 +87,7 @@ class WebhookProcess:
     def ask_to_end(self) -> int:
         """Do as the kubelet does, and return its exit status."""
         self._popen.send_signal(signal.SIGTERM)
-        return self._popen.wait(30)
+        return self._popen.wait(120)
 
     def kill(self) -> None:
         """End it at once."""
@@ -96,7 +98,7 @@ class WebhookProcess:
         if (code := self._popen.poll()) is not None:
             raise RuntimeError(f"the webhook ended with status {code}; {self.log} ends with:\n{tail(self.log)}")
         if not self._port:
-            found = re.search(r"/metrics on port (\d+)", self.log.read_text())
+            found = re.search(r"/metrics on port (\d+)\n", self.log.read_text())
             if not found:
                 raise NotYetError(tail(self.log))
             self._port = int(found[1])
@@ -128,14 +130,15 @@ class Site:
         return WebhookProcess(folder, kubeconfig=kubeconfig, tls=self.tls, port=self.port, before=before)
 
     def configure(self, name: str, *, port: int | None = None, **changes: object) -> None:
-        """Send pods of the test's namespace to the webhook at a port, as the manifests say but for `changes`."""
+        """Send pods of the test's namespace to the webhook at a port, as manifested but for patience and `changes`."""
         rows = yaml.safe_load_all(MANIFEST.read_text())
         document = next(copy.deepcopy(row) for row in rows if row["kind"] == "MutatingWebhookConfiguration")
         (webhook,) = document["webhooks"]
         bundle = base64.b64encode((self._authority.folder / "ca.crt").read_bytes()).decode()
         url = f"https://127.0.0.1:{port or self.port}/mutate"
         own = {"matchLabels": {"kubernetes.io/metadata.name": self._namespace}}
-        webhook |= {"clientConfig": {"url": url, "caBundle": bundle}, "namespaceSelector": own, **changes}
+        webhook |= {"clientConfig": {"url": url, "caBundle": bundle}, "namespaceSelector": own}
+        webhook |= {"timeoutSeconds": PATIENCE_S, **changes}
         full = f"{name}-{self._namespace}"[:200]
         self._configurations.append(full)
         self._kubectl.apply({**document, "metadata": {"name": full}})
@@ -168,7 +171,7 @@ class OtherWebhook:
         """End it."""
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join(10)
+        self._thread.join(120)
 
     def _handler(self, change: Change) -> type[http.server.BaseHTTPRequestHandler]:
         outer = self
