@@ -27,7 +27,7 @@ ENGINE = {
     "skip_tokenizer_init": True,
     "disable_log_stats": False,
 }
-IDLE_SECONDS_MAX = 60.0
+IDLE_SECONDS_MAX = 240.0
 """Far beyond the time that a few dozen blocks need on any disk."""
 
 

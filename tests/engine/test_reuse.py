@@ -76,11 +76,14 @@ def test_files_tell_how_deep_their_blocks_lie_from_the_first_moment_and_after_a_
     with vllm.engine(model, connector(empty_pool, trace=str(trace))) as engine:
         engine.generate(prompts.tokens)
         engine.wait_idle()
+        # The trace and the times of files are written after the answers, which wait for neither.
+        engine.wait_until(lambda _: trace.exists() and trace.read_text().count("\n") == len(prompts.tokens))
         requests = [json.loads(line) for line in trace.read_text().splitlines()]
         stored = depths_of(empty_pool)
         for file in empty_pool.blocks():
             os.utime(file, (0, 0))
         engine.generate(prompts.tokens)
+        engine.wait_until(lambda _: all(file.stat().st_mtime > 1e9 for file in empty_pool.blocks()))
     assert sorted(len(tokens) // 64 for tokens in prompts.tokens) == sorted(
         len(request["blocks"]) for request in requests
     )
@@ -88,7 +91,6 @@ def test_files_tell_how_deep_their_blocks_lie_from_the_first_moment_and_after_a_
     assert expected == stored
     assert expected == depths_of(empty_pool)
     assert {empty_pool.blocks()[0].stat().st_size} == {request["block_bytes"] for request in requests}
-    assert all(file.stat().st_mtime > 1e9 for file in empty_pool.blocks())
 
 
 def depths_of(pool) -> dict[str, int]:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+CHUNKED = {"max_num_batched_tokens": 96, "max_num_seqs": 4}
+
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
@@ -122,10 +124,10 @@ def test_a_full_disk_keeps_what_fitted_and_drops_the_rest(vllm, model, filled, p
 
 
 def test_stores_end_at_the_capacity(vllm, model, empty_pool, filled, prompts, baseline, connector):
-    expected = baseline()
+    expected = baseline(**CHUNKED)
     size = next(filled.pool.glob("*/r0/*/*/*.kvb")).stat().st_size
-    with vllm.engine(model, connector(empty_pool, capacity=5 * size + 1)) as engine:
-        # Stores are declined for a second after one was refused; then the next is tried.
+    with vllm.engine(model, connector(empty_pool, capacity=5 * size + 1), **CHUNKED) as engine:
+        # Stores are declined for a second after one was refused; then the next is tried. In small steps many follow.
         runs = engine.repeat(prompts.tokens, until=lambda grown: grown["declines|store|pool_full"] > 0)
         metrics = engine.wait_idle()
     assert [expected] * len(runs) == [outputs.tokens for outputs in runs]
