@@ -302,7 +302,7 @@ def test_a_wrong_pool_ends_its_job_with_the_servers_words(no_pools, api_server, 
 
 def test_the_clean_up_deletes_every_pool_or_says_which_stay(no_pools, api_server, kubectl):
     kubectl.apply(POOL)
-    done = run_job(api_server.kubeconfig, "cleanup", "--seconds", "20")
+    done = run_job(api_server.kubeconfig, "cleanup", "--seconds", "100")
     assert done.returncode == 0, done.stderr
     assert kubectl.list("kvcachepools") == []
     kubectl.apply(POOL | {"metadata": {"name": "stays", "finalizers": ["pykvcache.io/cleanup"]}})

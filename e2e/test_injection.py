@@ -12,7 +12,7 @@ from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 
 from harness.random_pods import pods
-from harness.waiting import NotYetError, wait_for
+from harness.waiting import wait_for
 from pykvcache_contract.api.pool import KVCachePool
 from pykvcache_operator.injection.inject import inject
 from pykvcache_operator.injection.outcome import InjectionSettings, Result
@@ -142,17 +142,6 @@ RANGE = {
 WIDE = {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"cpu": "2", "memory": "1Gi"}}
 
 
-def wait_until_accepted(api, namespace, pod):
-    """Wait until a quota admits a pod: before its namespace was counted for the first time it admits none."""
-
-    def is_accepted():
-        if why := refusal(api, namespace, pod):
-            raise NotYetError(why)
-        return True
-
-    wait_for("the pod as it came to be admitted", is_accepted)
-
-
 @pytest.mark.parametrize(
     ("objects", "bad", "sign"),
     [
@@ -166,13 +155,14 @@ def test_quotas_and_limit_ranges_that_admit_the_pod_admit_it_with_the_cache(api,
     namespace = make_namespace()
     if "quota" in objects:
         api.create_namespaced_resource_quota(namespace.name, {"metadata": {"name": "q"}, "spec": {"hard": HARD}})
+        wait_for("the quota to count", lambda: api.read_namespaced_resource_quota("q", namespace.name).status.used)
     if "limit_range" in objects:
         api.create_namespaced_limit_range(namespace.name, {"metadata": {"name": "l"}, "spec": {"limits": [RANGE]}})
     refused = vllm(container={"resources": bad})
     wait_for(f"a refusal: {sign}", lambda: sign in refusal(api, namespace, refused))
     size = {"cpu": "2", "memory": "4Gi"}
     pod = vllm(container={"resources": {"requests": size, "limits": size}})
-    wait_until_accepted(api, namespace, pod)
+    assert refusal(api, namespace, pod) == ""
     for storage in STORAGES.values():
         outcome = injected(pod, namespace, storage)
         assert (outcome.result, refusal(api, namespace, outcome.pod)) == (Result.INJECTED, "")

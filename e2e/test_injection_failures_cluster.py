@@ -178,7 +178,7 @@ def test_quota_and_limit_range_admit_the_pod_with_what_is_added(disk, start, add
     inside.apply({"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "all"}, "spec": {"hard": hard}})
     limits = [{"type": "Container", "max": {"cpu": "1", "memory": "1Gi"}, "min": {"cpu": "5m", "memory": "8Mi"}}]
     inside.apply({"apiVersion": "v1", "kind": "LimitRange", "metadata": {"name": "all"}, "spec": {"limits": limits}})
-    # Before the namespace was counted for the first time a quota admits no pod.
+    # A quota holds nobody back before its namespace was counted for the first time.
     inside.wait_for("resourcequota", "all", lambda quota: quota.get("status", {}).get("used"), "to be counted")
     for pool in (POOL, "scratch"):
         assert is_injected(start(f"counted-{pool}", "ls /pykvcache/pool", pool=pool))

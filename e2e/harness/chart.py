@@ -28,7 +28,7 @@ def run_job(kubeconfig: Path, *arguments: str) -> "subprocess.CompletedProcess[s
     """Do here what a pod that Helm runs does: see files/chart_jobs.py of the chart."""
     command = [sys.executable, str(CHART / "files" / "chart_jobs.py"), *arguments]
     environment = {"KUBECONFIG": str(kubeconfig), "PATH": "/usr/bin:/bin"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
 
 
 class PodCluster(Protocol):
