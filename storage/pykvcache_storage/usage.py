@@ -223,8 +223,10 @@ class UsageLedger:
                     os.close(descriptor)
             except OSError:
                 return None
-            if len(data) != RECORD_SIZE_BYTES or _is_whole(data):  # the first record of all is never seen in part
+            if _is_whole(data):
                 return _parsed(data)
+            if len(data) != RECORD_SIZE_BYTES:
+                return None  # the first record of all is never seen in part
         return None
 
     def used_bytes(self) -> int | None:
@@ -361,7 +363,8 @@ def _settled(usage: Usage, now: float) -> int:
 
 
 def _read(descriptor: int) -> Usage | None:
-    return _parsed(os.pread(descriptor, RECORD_SIZE_BYTES, 0))
+    data = os.pread(descriptor, RECORD_SIZE_BYTES, 0)
+    return _parsed(data) if _is_whole(data) else None
 
 
 def _is_whole(data: bytes) -> bool:
@@ -369,8 +372,6 @@ def _is_whole(data: bytes) -> bool:
 
 
 def _parsed(data: bytes) -> Usage | None:
-    if not _is_whole(data):
-        return None
     magic, version, _, *values = _FIELDS.unpack_from(data)
     return Usage(*values) if (magic, version) == (_MAGIC, _VERSION) else None
 

@@ -2,8 +2,10 @@
 
 import os
 import random
+import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -138,6 +140,20 @@ def disk(request: pytest.FixtureRequest, tmp_path: os.PathLike[str]) -> Iterator
 def slots() -> list[Slot]:
     """Four slots of 1 MiB."""
     return StagingMemory(slot_size_bytes=SLOT_SIZE_BYTES, budget_bytes=4 * SLOT_SIZE_BYTES).slots
+
+
+@pytest.fixture
+def unmount() -> Callable[[object], None]:
+    """Return a function that unmounts what nobody may be using; the kernel closes a ring's files a moment later."""
+
+    def end(point: object) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS / 2
+        never = threading.Event()
+        while (done := subprocess.run(["umount", str(point)], capture_output=True, check=False)).returncode:
+            assert time.monotonic() < deadline, done.stderr.decode()
+            never.wait(0.05)
+
+    return end
 
 
 @pytest.fixture

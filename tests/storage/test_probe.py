@@ -74,7 +74,7 @@ def folder(request, tmp_path):
 
 
 @pytest.fixture
-def mount(tmp_path):
+def mount(tmp_path, unmount):
     """Return a function that mounts a filesystem of some type on a fresh directory."""
     mounted = []
 
@@ -89,7 +89,7 @@ def mount(tmp_path):
 
     yield mount_here
     for point in mounted:
-        subprocess.run(["umount", "-l", point], check=True)  # the kernel closes files of a ring a moment later
+        unmount(point)
 
 
 @needs_uring

@@ -251,9 +251,12 @@ def test_a_wake_after_close_does_nothing(disk):
 
 @pytest.mark.parametrize("seconds", [0.0, 0.05])
 def test_a_wait_without_operations_lasts_for_its_timeout(disk, seconds):
-    started = time.monotonic()
-    assert disk.ring.wait(seconds) == []
-    assert seconds <= time.monotonic() - started < seconds + 30
+    lasted = []
+    for _ in range(3):
+        started = time.monotonic()
+        assert disk.ring.wait(seconds) == []
+        lasted.append(time.monotonic() - started)
+    assert seconds <= min(lasted) < seconds + 1
 
 
 def test_a_signal_runs_its_handler_and_does_not_end_the_wait(disk):
@@ -295,7 +298,7 @@ def test_an_idle_ring_sleeps_and_is_not_woken_again_and_again(disk):
     used = (seconds_after - seconds) / (time.monotonic() - wall)
     timer.join()
     assert sleeps_after - sleeps < 20
-    assert used < 0.1
+    assert used < 0.01
 
 
 def test_the_ring_may_be_made_on_one_thread_and_used_on_another(disk, slots):

@@ -30,4 +30,6 @@ def publish(directory: Path, key: BlockKey, payload: bytes, *, used_ns: int | No
         try:
             return temporary.replace(path)
         except FileNotFoundError:
-            continue  # whoever evicts has removed the emptied folder in between
+            if not temporary.exists():
+                raise
+            # Whoever evicts has removed the emptied folder in between.

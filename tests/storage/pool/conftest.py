@@ -31,7 +31,7 @@ def make_key(fingerprint: Fingerprint) -> Callable[[int], BlockKey]:
 
 
 @pytest.fixture
-def read_only_view(tmp_path: Path) -> Iterator[Callable[[Path], Path]]:
+def read_only_view(tmp_path: Path, unmount: Callable[[object], None]) -> Iterator[Callable[[Path], Path]]:
     """Return a function that shows a directory again under another path, mounted read-only."""
     mounted: list[Path] = []
 
@@ -47,7 +47,7 @@ def read_only_view(tmp_path: Path) -> Iterator[Callable[[Path], Path]]:
 
     yield show
     for view in mounted:
-        subprocess.run(["umount", "-l", view], check=True)
+        unmount(view)
 
 
 @pytest.fixture
