@@ -18,7 +18,7 @@ EXAMPLE = (REPOSITORY / "examples" / "nodelocal.yaml").read_text()
 SMALLER = {"400Gi": "1Gi", "50Gi": "512Mi", "500Gi": "2Gi", "NVMe": "Other"}
 MIB = 1 << 20
 WRITE_ON = "while true; do echo on >> /pool/said; sleep 0.1; done"
-# Forty blocks of 1 MiB, counted as a connector counts them.
+# Forty blocks of 1 MiB, counted before they are there, as a connector does: the agent counts at the same time.
 STORE_BLOCKS = """
 import os
 from pathlib import Path
@@ -26,15 +26,17 @@ from pykvcache_contract.keys import BlockKey, fingerprint_of
 from pykvcache_storage.pool import open_pool
 from pykvcache_storage.inventory import count_bytes
 from pykvcache_storage.testing.blocks import publish
-from pykvcache_storage.usage import UsageLedger
+from pykvcache_storage.usage import Reserved, UsageLedger
 
 fingerprint = fingerprint_of({"model": "made by a test"})
 open_pool("/pool", create=True).prepare_fingerprint(fingerprint, {"model": "made by a test"})
+ledger = UsageLedger("/pool")
+ledger.recount(lambda: count_bytes("/pool"))
 for number in range(40):
     payload = os.urandom((1 << 20) - 4096)
     key = BlockKey(fingerprint, bytes([number]) * 32, 0, 0)
+    assert ledger.reserve(1 << 20, capacity_bytes=1 << 30) is Reserved.TAKEN
     publish(Path("/pool"), key, payload)
-UsageLedger("/pool").recount(lambda: count_bytes("/pool"))
 """
 
 
